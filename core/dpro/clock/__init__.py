@@ -1,0 +1,1 @@
+"""Offsets and drift between the clocks of hosts."""

@@ -1,0 +1,1 @@
+"""Time of things that were not measured."""

@@ -1,0 +1,1 @@
+"""The global data-flow graph and its builders."""

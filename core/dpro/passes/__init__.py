@@ -1,0 +1,1 @@
+"""Undoable graph edits, one file each, in a registry."""

@@ -1,0 +1,1 @@
+"""Simulate a graph: engine, critical path, baselines."""

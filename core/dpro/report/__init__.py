@@ -1,0 +1,1 @@
+"""Results for people: terminal table, Perfetto trace, HTML."""

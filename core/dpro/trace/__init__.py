@@ -1,0 +1,1 @@
+"""What was measured: columns of events, one reader per file format, the run folder."""

@@ -1,0 +1,261 @@
+"""What one rank measured: events in numpy columns, and the facts around them.
+
+This module knows no file format and no framework. Readers (``kineto.py``, …) make a
+:class:`RankTrace`; ``graph`` reads it. All times are int64 nanoseconds; in traces captured by
+dpro they are on the rank's ``CLOCK_MONOTONIC``, in imported files on whatever clock the file has
+(one clock per file), with ``meta.clock`` saying which.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dpro.errors import TraceError
+
+FORMAT_VERSION = 1
+
+
+class EventKind(IntEnum):
+    """What an event is, as the profiler saw it."""
+
+    CPU_OP = 0  # a framework op on a host thread; nested, `resource` is the thread
+    RUNTIME = 1  # a driver/runtime call on a host thread (cudaLaunchKernel, cudaMemcpyAsync)
+    KERNEL = 2  # work on a device stream; `resource` is the stream
+    MEMCPY = 3  # a copy or memset on a device stream
+    COLLECTIVE = 4  # the running of one collective: a NCCL kernel, a gloo work item
+    SYNC = 5  # a host call that waits for the device (device/stream/event synchronise)
+    ANNOTATION = 6  # a user or framework range (ProfilerStep, Optimizer.step); carries no work
+    SEND = 7  # one message leaving on a socket
+    RECV = 8  # one message arriving on a socket
+    EVENT_RECORD = 9  # cudaEventRecord, `flow` joins it to STREAM_WAIT
+    STREAM_WAIT = 10  # cudaStreamWaitEvent
+
+
+#: Column name -> dtype. Every column has the length of the trace.
+#: name:      index into RankTrace.names
+#: kind:      EventKind
+#: resource:  index into RankTrace.resources (a host thread, a device stream, a socket direction)
+#: start/end: ns
+#: step:      index into RankTrace.step_bounds, -1 outside every step
+#: flow:      joins cause and effect: a launch and its kernel carry the same id; -1 none
+#: nbytes:    payload of a collective, copy or message; -1 unknown
+#: peer:      the other rank of a message; -1 none
+#: offset:    first byte on the directed stream of a message; -1 none
+#: tensor:    index into RankTrace.tensors; -1 none
+#: link:      forward<->backward sequence number; -1 none
+COLUMNS: dict[str, str] = {
+    "name": "i4",
+    "kind": "u1",
+    "resource": "i4",
+    "start": "i8",
+    "end": "i8",
+    "step": "i4",
+    "flow": "i8",
+    "nbytes": "i8",
+    "peer": "i4",
+    "offset": "i8",
+    "tensor": "i4",
+    "link": "i8",
+}
+_DEFAULTS = {"step": -1, "flow": -1, "nbytes": -1, "peer": -1, "offset": -1, "tensor": -1, "link": -1}
+
+
+@dataclass
+class Tensor:
+    """One gradient. ``ready`` is its place in the gradient-ready order (0 first), -1 unknown."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    ready: int = -1
+    #: Index of the DDP bucket / Horovod group it was captured in; -1 unknown.
+    bucket: int = -1
+
+
+@dataclass
+class Collective:
+    """Facts of one COLLECTIVE event that do not fit a column (keyed by event index)."""
+
+    name: str  # all_reduce, all_gather, all_to_all, broadcast, …
+    group: str = ""  # process group name or ranks, "" unknown
+    sequence: int = -1  # order within the group, -1 unknown
+    group_size: int = -1
+    dtype: str = ""
+
+
+@dataclass
+class Meta:
+    """Everything about a capture that is not an event."""
+
+    rank: int = -1
+    world_size: int = -1
+    host: str = ""
+    framework: str = ""
+    source: str = ""  # file or adapter it came from
+    clock: str = "monotonic"  # monotonic | trace (the file's own)
+    #: ns of steps timed with nothing attached, before capture (may be empty)
+    unprofiled_step_ns: list[int] = field(default_factory=list)
+    #: measured cost of recording one event, ns, subtracted from host ops by the graph builder
+    event_overhead_ns: float = 0.0
+    #: host CPU contention during capture, see graph.local (keys documented there)
+    contention: dict[str, float] = field(default_factory=dict)
+    #: anything a reader or adapter wants to keep; JSON values only
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RankTrace:
+    """One rank's events as columns (see :data:`COLUMNS`), sorted by start.
+
+    ``step_bounds`` is int64 [steps, 2]: start and end of every captured step, ns.
+    """
+
+    meta: Meta
+    columns: dict[str, npt.NDArray[Any]]
+    names: list[str]
+    resources: list[str]
+    step_bounds: npt.NDArray[np.int64]
+    tensors: list[Tensor] = field(default_factory=list)
+    collectives: dict[int, Collective] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.columns["start"])
+
+    def __getattr__(self, key: str) -> npt.NDArray[Any]:
+        # trace.start instead of trace.columns["start"]
+        columns = self.__dict__.get("columns")
+        if columns is not None and key in columns:
+            found: npt.NDArray[Any] = columns[key]
+            return found
+        raise AttributeError(key)
+
+    @property
+    def steps(self) -> int:
+        return len(self.step_bounds)
+
+    def step_ns(self) -> npt.NDArray[np.int64]:
+        """Duration of every captured step, ns."""
+        return self.step_bounds[:, 1] - self.step_bounds[:, 0]
+
+    def save(self, path: Path) -> None:
+        """Write one compressed ``.npz`` (numbers as arrays, the rest as JSON; nothing pickled)."""
+        side = {
+            "version": FORMAT_VERSION,
+            "meta": asdict(self.meta),
+            "names": self.names,
+            "resources": self.resources,
+            "tensors": [asdict(t) for t in self.tensors],
+            "collectives": {str(k): asdict(c) for k, c in self.collectives.items()},
+            "warnings": self.warnings,
+        }
+        blob = np.frombuffer(json.dumps(side).encode(), dtype=np.uint8)
+        np.savez_compressed(path, side=blob, step_bounds=self.step_bounds, **self.columns)
+
+    @classmethod
+    def load(cls, path: Path) -> RankTrace:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            TraceError: not such a file, or written by a newer dpro.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                side = json.loads(stored["side"].tobytes())
+                if side["version"] != FORMAT_VERSION:
+                    raise TraceError(path, f"trace version {side['version']}, this dpro reads {FORMAT_VERSION}")
+                columns = {key: stored[key] for key in COLUMNS}
+                bounds = stored["step_bounds"]
+            return cls(
+                meta=Meta(**side["meta"]),
+                columns=columns,
+                names=side["names"],
+                resources=side["resources"],
+                step_bounds=bounds,
+                tensors=[Tensor(**{**t, "shape": tuple(t["shape"])}) for t in side["tensors"]],
+                collectives={int(k): Collective(**c) for k, c in side["collectives"].items()},
+                warnings=side["warnings"],
+            )
+        except TraceError:
+            raise
+        except FileNotFoundError as error:
+            raise TraceError(path, "no such file") from error
+        except Exception as error:  # zip, json, key and type errors all mean the same to the reader
+            raise TraceError(path, f"not a dpro trace ({type(error).__name__})") from error
+
+
+class TraceBuilder:
+    """Collects events row by row and freezes them into a :class:`RankTrace`."""
+
+    def __init__(self, meta: Meta) -> None:
+        self.meta = meta
+        self.warnings: list[str] = []
+        self.tensors: list[Tensor] = []
+        self._rows: dict[str, list[int]] = {key: [] for key in COLUMNS}
+        self._names: dict[str, int] = {}
+        self._resources: dict[str, int] = {}
+        self._collectives: dict[int, Collective] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows["start"])
+
+    def name_id(self, name: str) -> int:
+        return self._names.setdefault(name, len(self._names))
+
+    def resource_id(self, name: str) -> int:
+        return self._resources.setdefault(name, len(self._resources))
+
+    def add(
+        self,
+        name: str,
+        kind: EventKind,
+        resource: str,
+        start: int,
+        end: int,
+        collective: Collective | None = None,
+        **more: int,
+    ) -> int:
+        """Append one event; ``more`` are further columns. Returns its (unsorted) index."""
+        index = len(self)
+        rows = self._rows
+        rows["name"].append(self.name_id(name))
+        rows["kind"].append(int(kind))
+        rows["resource"].append(self.resource_id(resource))
+        rows["start"].append(start)
+        rows["end"].append(end)
+        for key, default in _DEFAULTS.items():
+            rows[key].append(more.get(key, default))
+        if collective is not None:
+            self._collectives[index] = collective
+        return index
+
+    def freeze(self, step_bounds: list[tuple[int, int]]) -> RankTrace:
+        """Sort by start (longer first, so that parents precede children) and assign steps."""
+        columns = {key: np.asarray(rows, dtype=COLUMNS[key]) for key, rows in self._rows.items()}
+        order = np.lexsort((-columns["end"], columns["start"]))
+        columns = {key: column[order] for key, column in columns.items()}
+        bounds = np.asarray(sorted(step_bounds), dtype=np.int64).reshape(-1, 2)
+        if len(bounds):
+            step = np.searchsorted(bounds[:, 0], columns["start"], side="right") - 1
+            inside = (step >= 0) & (columns["start"] < bounds[np.maximum(step, 0), 1])
+            columns["step"] = np.where(inside, step, -1).astype(np.int32)
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        return RankTrace(
+            meta=self.meta,
+            columns=columns,
+            names=list(self._names),
+            resources=list(self._resources),
+            step_bounds=bounds,
+            tensors=self.tensors,
+            collectives={int(place[k]): c for k, c in self._collectives.items()},
+            warnings=self.warnings,
+        )

@@ -1,0 +1,1 @@
+"""One module per framework or library; none is imported before the user imported it."""
