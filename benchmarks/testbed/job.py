@@ -1,0 +1,144 @@
+"""One command run once per host, as torchrun would start it, and ended as a whole.
+
+Knows processes, their output and their end. It does not know how hosts are made: it gets a command prefix for each.
+Every rank leads a session of its own, so its process group (and with it data-loader workers) can be ended by id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import IO
+
+GRACE_S = 5.0
+TIMED_OUT = 124  # as coreutils' timeout says it
+
+
+class Interrupted(BaseException):
+    """SIGTERM, SIGHUP or SIGINT came: unwinds like KeyboardInterrupt, so that every ``finally`` runs."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, SIGTERM, SIGHUP and SIGINT raise :class:`Interrupted` (once) in the main thread."""
+    signums = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+    def interrupt(signum: int, _frame: FrameType | None) -> None:
+        for each in signums:  # a second Ctrl-C must not interrupt the teardown
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(signum)
+
+    before = {signum: signal.signal(signum, interrupt) for signum in signums}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+class Job:
+    """The processes of one command, one per host; started on construction.
+
+    Args:
+        argvs: per rank, the whole command line.
+        envs: per rank, the whole environment.
+        cwd: working directory of all ranks.
+        quiet: throw the output away instead of printing it.
+    """
+
+    def __init__(
+        self, argvs: Sequence[Sequence[str]], envs: Sequence[Mapping[str, str]], cwd: str | None = None, quiet: bool = False
+    ) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._pumps: list[threading.Thread] = []
+        try:
+            for rank, (argv, env) in enumerate(zip(argvs, envs, strict=True)):
+                self._start(rank, argv, env, cwd, quiet)
+        except BaseException:
+            self.stop(signal.SIGKILL)
+            raise
+
+    def _start(self, rank: int, argv: Sequence[str], env: Mapping[str, str], cwd: str | None, quiet: bool) -> None:
+        # Rank 0 keeps the caller's own stdout (a terminal stays a terminal); the others are prefixed line by line.
+        sink = subprocess.DEVNULL if quiet else (None if rank == 0 else subprocess.PIPE)
+        process = subprocess.Popen(
+            argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
+        )
+        self.processes.append(process)
+        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            if source is not None:
+                pump = threading.Thread(target=_pump, args=(source, target, f"[rank{rank}] "), daemon=True)
+                pump.start()
+                self._pumps.append(pump)
+
+    def wait(self, timeout_s: float | None = None, keep_going: bool = False) -> int:
+        """Wait for the end; the exit code of the rank that failed first, :data:`TIMED_OUT`, or 0.
+
+        A rank that was killed by signal n counts as 128 + n. When one rank fails the others are ended, unless
+        ``keep_going``. An exception (Ctrl-C, :class:`Interrupted`) is forwarded to the ranks as a signal, then raised.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        failed = 0
+        try:
+            while True:
+                codes = [process.poll() for process in self.processes]
+                bad = [code for code in codes if code]
+                if bad and not failed:
+                    failed = bad[0] if bad[0] > 0 else 128 - bad[0]
+                if None not in codes:
+                    break
+                if failed and not keep_going:
+                    self.stop()
+                    break
+                if deadline is not None and time.monotonic() > deadline:
+                    print(f"testbed: not done after {timeout_s:g} s, ending the job", file=sys.stderr)
+                    self.stop()
+                    failed = failed or TIMED_OUT
+                    break
+                time.sleep(0.02)
+        except BaseException as error:
+            self.stop(error.signum if isinstance(error, Interrupted) else signal.SIGINT)
+            raise
+        self._drain()
+        return failed
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to every rank's process group that still has its leader."""
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signum)
+
+    def stop(self, signum: int = signal.SIGTERM, grace_s: float = GRACE_S) -> None:
+        """End every rank: ``signum`` first, SIGKILL for what is left after ``grace_s``. Safe to call twice."""
+        self.send_signal(signum)
+        deadline = time.monotonic() + grace_s
+        while any(process.poll() is None for process in self.processes) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process in self.processes:
+            # The group outlives its leader when a rank left workers behind; its id cannot be used again until then.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._drain()
+
+    def _drain(self) -> None:
+        for pump in self._pumps:
+            pump.join(timeout=1.0)
+
+
+def _pump(source: IO[bytes], target: IO[str], prefix: str) -> None:
+    for line in iter(source.readline, b""):
+        target.write(prefix + line.decode(errors="replace").rstrip("\n") + "\n")
+        target.flush()
