@@ -14,28 +14,59 @@ class Knob(Enum):
 
     BUCKET_LIST = "bucket_list"  # DDP: one cap per bucket
     BUCKET_CAP = "bucket_cap"  # DDP: one cap for all buckets
+    BUCKET_VIEW = "bucket_view"  # DDP: gradients as views of their bucket
     GROUPS = "groups"  # Horovod: explicit tensor groups
+
+
+class Exchange(Protocol):
+    """How ranks agree. Not a collective: a rank that is missing delays the others, never hangs them.
+
+    Keys are used once. Everything ends within the time given or raises :class:`TimeoutError`.
+    """
+
+    rank: int
+    world_size: int
+
+    def post(self, key: str, blob: bytes) -> None:
+        """Leave this rank's contribution under ``key``."""
+
+    def collect(self, key: str, timeout_s: float) -> list[bytes]:
+        """Every rank's contribution, by rank.
+
+        Raises:
+            TimeoutError: naming the ranks that did not post.
+            RankLeft: a rank said goodbye (:meth:`leave`) before it posted.
+        """
+
+    def agree(self, key: str, proposal: str) -> str:
+        """The first proposal under ``key`` wins; every rank gets that one, at once."""
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        """The agreed proposal under ``key``; raises as :meth:`collect` does, for rank 0."""
+
+    def leave(self) -> None:
+        """Say that this rank takes part no more."""
+
+
+class RankLeft(Exception):
+    """Another rank ended its training (or stepped out of the tuning) first."""
 
 
 @runtime_checkable
 class Adapter(Protocol):
-    """What the tuner may ask of a job. Every method is called between two optimizer steps.
-
-    The exchange methods never hang: each ends within ``timeout_s`` or raises :class:`TimeoutError`.
-    """
+    """What the tuner may ask of a job. Every method is called between two optimizer steps."""
 
     name: str
-    rank: int
-    world_size: int
+    exchange: Exchange
 
     def capabilities(self) -> set[Knob]:
-        """What can be applied here; empty means observe only."""
+        """What can be applied here; empty means observe only, ``why_not()`` says why."""
+
+    def why_not(self) -> str:
+        """One clause: why :meth:`capabilities` is empty ('' if it is not)."""
 
     def fingerprint(self) -> dict[str, str]:
         """Model, world and framework: a plan is applied only where this is equal."""
-
-    def current(self) -> Plan:
-        """The settings in force now, as a plan (the baseline)."""
 
     def start_capture(self) -> None:
         """Attach the profiler and hooks.
@@ -45,19 +76,24 @@ class Adapter(Protocol):
         """
 
     def mark_step(self) -> None:
-        """A step ended (called while capturing)."""
+        """A step ended while capturing; the next one starts."""
 
     def stop_capture(self) -> RankTrace:
-        """Detach everything and return what was seen."""
+        """Detach everything and return what was seen.
 
-    def gather(self, key: str, blob: bytes, timeout_s: float) -> list[bytes] | None:
-        """Every rank's blob on rank 0 (by rank), None elsewhere."""
+        Raises:
+            RuntimeError: the capture is unusable (it was taken over by the user's profiler, …).
+        """
 
-    def broadcast(self, key: str, blob: bytes | None, timeout_s: float) -> bytes:
-        """Rank 0's blob on every rank."""
+    def abort_capture(self) -> None:
+        """Detach everything, keep nothing. Never raises, safe at any time."""
 
-    def agree(self, key: str, proposal: str) -> str:
-        """First proposal under ``key`` wins; every rank gets the same answer, at once."""
+    def prepare(self, plan: Plan) -> None:
+        """Check that :meth:`apply` will work, changing nothing.
+
+        Raises:
+            PlanError: the plan does not fit this job.
+        """
 
     def apply(self, plan: Plan) -> None:
         """Put the plan in force; raises before it changes anything, or completes."""
@@ -66,9 +102,7 @@ class Adapter(Protocol):
         """Back to the settings before the first :meth:`apply`. Does nothing if none was applied."""
 
     def checksum(self) -> str:
-        """Cheap digest of the parameters, equal across ranks in a healthy job ('' if unknown)."""
+        """Digest of a sample of the parameters, equal across ranks in a healthy job ('' unknown)."""
 
     def close(self) -> None:
-        """Undo every hook and patch. Safe to call twice."""
-
-
+        """Undo every hook and patch. Never raises, safe to call twice."""

@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -146,7 +146,7 @@ class RankTrace:
         """Duration of every captured step, ns."""
         return self.step_bounds[:, 1] - self.step_bounds[:, 0]
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | IO[bytes]) -> None:
         """Write one compressed ``.npz`` (numbers as arrays, the rest as JSON; nothing pickled)."""
         side = {
             "version": FORMAT_VERSION,
@@ -161,7 +161,7 @@ class RankTrace:
         np.savez_compressed(path, side=blob, step_bounds=self.step_bounds, **self.columns)
 
     @classmethod
-    def load(cls, path: Path) -> RankTrace:
+    def load(cls, path: Path | IO[bytes]) -> RankTrace:
         """Read what :meth:`save` wrote.
 
         Raises:

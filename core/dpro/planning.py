@@ -1,0 +1,88 @@
+"""Rank 0's work between capture and trial: traces in, judged plans out. No job, no framework."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dpro.adapter import Knob
+from dpro.errors import TraceError
+from dpro.plan import Plan
+from dpro.settings import Settings
+from dpro.trace.model import RankTrace
+from dpro.verdict import slowest_rank, timing
+
+if TYPE_CHECKING:
+    from dpro.graph.graph import Graph
+    from dpro.replay.engine import Replay
+    from dpro.session import Session
+
+#: A capture larger than this is not sent: dpro must not be the job's heaviest message.
+MAX_TRACE_BYTES = 64 << 20
+
+
+@dataclass
+class Planned:
+    """What the traces say and what could be better."""
+
+    #: slowest rank's step times before capture, ms
+    unprofiled_ms: list[float]
+    #: replayed step time of the captured settings, ms
+    replayed_ms: float
+    capture_overhead_pct: float
+    #: (name for people, plan with ``predicted_ms``), best first
+    plans: list[tuple[str, Plan]] = field(default_factory=list)
+    evaluations: int = 0
+    search_s: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+    graph: Graph | None = None
+    replay: Replay | None = None
+
+
+def pack_trace(trace: RankTrace) -> bytes:
+    """A trace as bytes for the meeting."""
+    buffer = io.BytesIO()
+    trace.save(buffer)
+    blob = buffer.getvalue()
+    if len(blob) > MAX_TRACE_BYTES:
+        raise TraceError("capture", f"{len(blob) >> 20} MiB is too large to send; capture fewer steps")
+    return blob
+
+
+def make_plans(
+    blobs: list[bytes], knobs: set[Knob], fingerprint: dict[str, str], settings: Settings, session: Session
+) -> Planned:
+    """Assemble, replay and search; ``blobs`` are the packed traces by rank."""
+    from dpro.graph.assemble import assemble
+    from dpro.replay.engine import replay
+    from dpro.search.critical_path import optimize
+    from dpro.trace.store import RunFolder
+
+    traces = [RankTrace.load(io.BytesIO(blob)) for blob in blobs]
+    folder = RunFolder(session.folder)
+    for trace, blob in zip(traces, blobs, strict=True):
+        folder.save_trace(trace.meta.rank, blob)
+
+    unprofiled = slowest_rank([trace.meta.unprofiled_step_ns for trace in traces])
+    profiled = slowest_rank([trace.meta.extra["profiled_step_ns"] for trace in traces])
+    graph = assemble(traces)
+    played = replay(graph)
+    planned = Planned(
+        unprofiled_ms=[float(ms) for ms in unprofiled],
+        replayed_ms=played.makespan_ns / 1e6,
+        capture_overhead_pct=100 * (timing(profiled).median_ms / max(timing(unprofiled).median_ms, 1e-9) - 1),
+        warnings=list(dict.fromkeys([*graph.warnings, *(w for trace in traces for w in trace.warnings)])),
+        graph=graph,
+        replay=played,
+    )
+    if not knobs:
+        return planned
+    found = optimize(graph, knobs=knobs, fingerprint=fingerprint, time_budget_s=settings.search_s, top=settings.trials)
+    planned.evaluations, planned.search_s = found.evaluations, found.seconds
+    planned.plans = [(candidate.name, candidate.plan) for candidate in found.candidates]
+    if planned.plans:
+        planned.plans[0][1].save(session.plan_file)
+    return planned
+
+

@@ -1,0 +1,85 @@
+"""How long each phase of the tuner lasts and what it may do; from arguments or the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast, get_args
+
+from dpro.errors import DproError
+
+Mode = Literal["observe", "suggest", "apply"]
+MODES: tuple[str, ...] = get_args(Mode)
+_OFF = ("", "0", "off", "false", "no")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Phases are counted in optimizer steps; accumulation micro-steps do not count.
+
+    Every field can be set from the environment as ``DPRO_<FIELD>`` (``DPRO`` itself is the mode).
+    """
+
+    mode: Mode = "apply"
+    warmup_steps: int = 5
+    baseline_steps: int = 10
+    capture_steps: int = 3
+    #: after a change of settings, steps that are not timed (DDP rebuilds its buckets in them)
+    settle_steps: int = 2
+    verify_steps: int = 8
+    #: how many plans are measured in the job before the best one is kept
+    trials: int = 3
+    #: a plan must beat the baseline by at least this share, and by more than the noise
+    min_gain: float = 0.005
+    #: budget of the search on rank 0
+    search_s: float = 10.0
+    #: how long a rank waits for the others at a meeting point
+    timeout_s: float = 30.0
+    runs_dir: str = "dpro_runs"
+    #: a plan file: skips capture and search
+    plan: str = ""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise DproError(f"mode {self.mode!r} is not one of {', '.join(MODES)}")
+        least = {"warmup_steps": 3, "baseline_steps": 3, "capture_steps": 1, "settle_steps": 2, "verify_steps": 3, "trials": 1}
+        for key, low in least.items():
+            if getattr(self, key) < low:
+                raise DproError(f"{key} is {getattr(self, key)}, must be at least {low}")
+        for key in ("min_gain", "search_s", "timeout_s"):
+            if not 0 <= getattr(self, key) < float("inf"):
+                raise DproError(f"{key} is {getattr(self, key)}, must be a finite number of at least 0")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ, **given: Any) -> Settings:
+        """Arguments win over the environment, the environment over the defaults.
+
+        Raises:
+            DproError: a variable that is not of its field's type, or out of range.
+        """
+        values: dict[str, Any] = {}
+        mode = env.get("DPRO", "")
+        if active(env) and mode.lower() not in ("1", "on", "true", "yes"):
+            values["mode"] = cast(Mode, mode)
+        kinds = {"int": int, "float": float}
+        for item in fields(cls):
+            text = env.get(f"DPRO_{item.name.upper()}")
+            if text is None:
+                continue
+            try:
+                values[item.name] = kinds.get(str(item.type), str)(text)
+            except ValueError:
+                raise DproError(f"DPRO_{item.name.upper()}={text!r} is not a number") from None
+        values.update({key: value for key, value in given.items() if value is not None})
+        return cls(**values)
+
+
+def active(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``DPRO`` asks for activation by environment."""
+    return env.get("DPRO", "").lower() not in _OFF
+
+
+def disabled(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``DPRO`` is set to an off word: callbacks then do nothing."""
+    return "DPRO" in env and not active(env)

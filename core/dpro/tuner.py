@@ -1,0 +1,420 @@
+"""The life cycle of one tuned job: warm up, measure, capture, plan, try, keep or undo.
+
+Knows the job only through :class:`dpro.adapter.Adapter`. The phases are one generator that is
+resumed at every optimizer step, so they read top to bottom. Two rules keep the job safe:
+
+* Every rank is at the same phase at the same step, because phases are counted in optimizer steps.
+  Whatever fails on a rank is said at the next *meeting*, and all ranks leave together.
+* What is decided at a meeting is decided once (first proposal wins) for all ranks. Settings that
+  the ranks must share are undone only when every rank was at the meeting; if one is missing, they
+  stay as they are (*freeze*), since undoing them on some ranks only would hang the job.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from dpro.adapter import Adapter, RankLeft
+from dpro.errors import DproError, PlanError
+from dpro.plan import Plan
+from dpro.planning import Planned, make_plans, pack_trace
+from dpro.session import Session
+from dpro.settings import Settings
+from dpro.verdict import Comparison, compare, slowest_rank, timing
+
+
+class State(Enum):
+    WARMUP = "warm-up"
+    BASELINE = "baseline"
+    CAPTURE = "capture"
+    PLAN = "plan"
+    APPLY = "apply"
+    VERIFY = "verify"
+    DONE = "done"
+
+
+class Verdict(Enum):
+    KEPT = "KEPT"
+    ROLLED_BACK = "ROLLED BACK"
+    NO_BETTER_PLAN = "NO BETTER PLAN"
+    OBSERVED = "OBSERVED"
+    SUGGESTED = "SUGGESTED"
+    STEPPED_ASIDE = "STEPPED ASIDE"
+
+
+@dataclass
+class Arm:
+    """One configuration measured in the job; ``plan`` is None for the user's own settings."""
+
+    plan: Plan | None
+    name: str
+    predicted_ms: float | None = None
+    windows: list[list[float]] = field(default_factory=list)
+
+    def times_ms(self) -> list[float]:
+        return [ms for window in self.windows for ms in window]
+
+
+@dataclass
+class Outcome:
+    """What came of it. Times are ms per optimizer step of the slowest rank; None = not reached."""
+
+    verdict: Verdict
+    reason: str
+    steps: int
+    baseline_ms: float | None = None
+    replayed_ms: float | None = None
+    predicted_ms: float | None = None
+    measured_ms: float | None = None
+    capture_overhead_pct: float | None = None
+    comparison: Comparison | None = None
+    plan: Plan | None = None
+    arms: list[Arm] = field(default_factory=list)
+    planned: Planned | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """The figures that exist, for a metrics logger."""
+        named = {
+            "dpro/baseline_ms": self.baseline_ms,
+            "dpro/replayed_ms": self.replayed_ms,
+            "dpro/predicted_ms": self.predicted_ms,
+            "dpro/measured_ms": self.measured_ms,
+            "dpro/capture_overhead_pct": self.capture_overhead_pct,
+            "dpro/kept": float(self.verdict is Verdict.KEPT),
+        }
+        return {key: float(value) for key, value in named.items() if value is not None}
+
+
+class _StepAside(Exception):
+    def __init__(self, reason: str, freeze: bool = False) -> None:
+        super().__init__(reason)
+        self.freeze = freeze
+
+
+_Steps = Generator[None, "int | None", None]
+
+
+class Tuner:
+    """Drives one job. Call :meth:`step` after every optimizer step, :meth:`close` at the end.
+
+    Args:
+        adapter: the job.
+        settings: how long the phases are and what may be done.
+        plan: a plan to verify at once, instead of capture and search.
+        on_done: called once with the :class:`Outcome`, on every rank.
+        clock: ns, monotonic; tests give their own.
+        planner: traces to plans, on rank 0; tests give their own.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        settings: Settings,
+        *,
+        plan: Plan | None = None,
+        on_done: Callable[[Outcome], None] | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+        planner: Callable[..., Planned] = make_plans,
+        session: Session | None = None,
+    ) -> None:
+        self.adapter = adapter
+        self.settings = settings
+        self.state = State.WARMUP
+        self.outcome: Outcome | None = None
+        self.steps = 0
+        self._given = plan
+        self._on_done = on_done
+        self._clock = clock
+        self._planner = planner
+        self._rank = adapter.exchange.rank
+        self._session = session or Session(settings, self._rank)
+        self._failure = ""
+        self._meetings = 0
+        self._in_force: Plan | None = None
+        self._sound = True
+        self._baseline = Arm(None, "your settings")
+        self._outcome = Outcome(Verdict.STEPPED_ASIDE, "", 0, arms=[self._baseline])
+        self._last: int | None = None
+        self._life: _Steps | None = self._live()
+        next(self._life)
+
+    # -- what the job calls ------------------------------------------------------------------
+
+    def step(self) -> None:
+        """An optimizer step has just ended. Never raises."""
+        if self._life is None:
+            return
+        now = self._clock()
+        took = None if self._last is None else now - self._last
+        self.steps += 1
+        try:
+            self._life.send(took)
+        except StopIteration:
+            self._life = None
+        self._last = self._clock()
+
+    def skip(self) -> None:
+        """Time since the last step was not training (validation, a checkpoint): do not count it."""
+        self._last = None
+
+    def fail(self, reason: str) -> None:
+        """Something went wrong outside :meth:`step`: all ranks step aside at the next meeting."""
+        self._failure = self._failure or reason
+
+    def close(self) -> None:
+        """Training ends. Detaches everything; says so if the tuning was not finished. Never raises."""
+        life, self._life = self._life, None
+        if life is not None:
+            life.close()
+            quietly(self.adapter.exchange.leave)
+            quietly(self.adapter.abort_capture)
+            held = "the plan under trial stayed in force" if self._in_force else "nothing was changed"
+            self._end(Verdict.STEPPED_ASIDE, f"training ended after {self.steps} steps, in the {self.state.value} phase; {held}")
+        quietly(self.adapter.close)
+
+    # -- the phases --------------------------------------------------------------------------
+
+    def _live(self) -> _Steps:
+        try:
+            yield from self._phases()
+        except _StepAside as aside:
+            quietly(self.adapter.abort_capture)
+            changed = "nothing was changed"
+            if self._in_force is not None:
+                changed = "the plan under trial stays in force" if aside.freeze else "your settings are back"
+                if not aside.freeze:
+                    quietly(self.adapter.revert)
+            self._end(Verdict.STEPPED_ASIDE, f"{aside}; {changed}")
+        except Exception as error:  # the job comes first, whatever this is
+            quietly(self.adapter.abort_capture)
+            self._end(Verdict.STEPPED_ASIDE, f"{describe(error)}; training goes on", everywhere=True)
+            quietly(self.adapter.exchange.leave)
+        quietly(self.adapter.close)
+
+    def _phases(self) -> _Steps:
+        settings, say = self.settings, self._session.say
+        yield from self._pass(settings.warmup_steps)
+
+        self.state = State.BASELINE
+        self._baseline.windows.append((yield from self._timed(settings.baseline_steps)))
+        if self._given is None:
+            captured = yield from self._capture()
+            self.state = State.PLAN
+            decision = self._meet("plan", captured, self._plan, extra_s=3 * settings.search_s + settings.timeout_s)
+        else:
+            given = self._given
+            own = json.dumps(self._baseline.windows[0]).encode()
+            offer = {"plan": given.dumps(), "name": "given plan", "predicted_ms": given.predicted_ms}
+            decision = self._meet("given", own, lambda blobs: {"plans": [offer], "ms": merge(blobs)})
+        self._baseline.windows[0] = decision["ms"]
+        self._outcome.baseline_ms = timing(decision["ms"]).median_ms
+        arms = [Arm(Plan.loads(p["plan"]), p["name"], p["predicted_ms"]) for p in decision["plans"]]
+        if settings.mode == "observe":
+            self._end(Verdict.OBSERVED, "mode is observe")
+            return
+        if not arms:
+            why = self.adapter.why_not()
+            self._end(Verdict.NO_BETTER_PLAN, why or "no plan is predicted to be faster than your settings")
+            return
+        self._outcome.plan, self._outcome.predicted_ms = arms[0].plan, arms[0].predicted_ms
+        if settings.mode == "suggest":
+            self._end(Verdict.SUGGESTED, "nothing was changed")
+            return
+
+        self._outcome.arms += arms
+        for arm in arms:
+            say(f"trying {arm.name}" + (f", predicted {arm.predicted_ms:.1f} ms/step" if arm.predicted_ms else ""))
+            yield from self._measure(arm)
+        best = min(arms, key=lambda arm: timing(arm.times_ms()).median_ms)
+        # the other way round, so that a machine that became faster or slower fools nobody
+        yield from self._measure(self._baseline)
+        yield from self._measure(best)
+        self._conclude(best)
+
+    def _conclude(self, best: Arm) -> None:
+        outcome = self._outcome
+        base_ms, best_ms = self._baseline.times_ms(), best.times_ms()
+        outcome.comparison = compare(base_ms, best_ms, self.settings.min_gain)
+        outcome.baseline_ms, outcome.measured_ms = timing(base_ms).median_ms, timing(best_ms).median_ms
+        outcome.plan, outcome.predicted_ms = best.plan, best.predicted_ms
+        ratio, noise = outcome.comparison.ratio, outcome.comparison.noise
+        if outcome.comparison.faster:
+            self._end(Verdict.KEPT, f"{1 / ratio:.3f}x faster, noise {100 * noise:.1f} %")
+        else:
+            self._switch(None)
+            self._end(Verdict.ROLLED_BACK, f"{1 / ratio:.3f}x is within the noise ({100 * noise:.1f} %) or too little; your settings are back")
+
+    def _capture(self) -> Generator[None, int | None, bytes]:
+        """Profile a few steps; a failure is kept for the meeting that follows."""
+        self.state = State.CAPTURE
+        steps = self.settings.capture_steps
+        self._session.say(f"profiling steps {self.steps + 1} to {self.steps + steps} of {self._rank_count()} ranks")
+        times: list[int] = []
+        self._guard(self.adapter.start_capture)
+        self._last = None
+        for _ in range(steps):
+            before = self._clock()
+            yield
+            times.append(self._clock() - before)
+            if not self._failure:
+                self._guard(self.adapter.mark_step)
+        trace = None if self._failure else self._guard(self.adapter.stop_capture)
+        if trace is None:
+            self.adapter.abort_capture()
+            return b""
+        trace.meta.unprofiled_step_ns = [round(ms * 1e6) for ms in self._baseline.windows[0]]
+        trace.meta.extra["profiled_step_ns"] = times
+        return self._guard(lambda: pack_trace(trace)) or b""
+
+    def _plan(self, blobs: list[bytes]) -> dict[str, Any]:
+        """Rank 0: traces to plans, and the report."""
+        planned = self._planner(blobs, self.adapter.capabilities(), self.adapter.fingerprint(), self.settings, self._session)
+        self._outcome.planned = planned
+        self._outcome.replayed_ms = planned.replayed_ms
+        self._outcome.capture_overhead_pct = planned.capture_overhead_pct
+        limit = self.settings.trials
+        plans = [{"plan": plan.dumps(), "name": name, "predicted_ms": plan.predicted_ms} for name, plan in planned.plans[:limit]]
+        return {"plans": plans, "ms": planned.unprofiled_ms}
+
+    def _measure(self, arm: Arm) -> _Steps:
+        """Put ``arm`` in force and time a window of it; every rank gets the slowest rank's times."""
+        self._switch(arm.plan)
+        yield from self._pass(self.settings.settle_steps)
+        self.state = State.VERIFY
+        own = yield from self._timed(self.settings.verify_steps)
+        arm.windows.append(self._meet("times", json.dumps(own).encode(), lambda blobs: {"ms": merge(blobs)})["ms"])
+
+    def _switch(self, plan: Plan | None) -> None:
+        """Same change on every rank, between the same two steps; else none at all."""
+        if plan == self._in_force:
+            return
+        self.state = State.APPLY
+        if plan is not None:
+            self._guard(lambda: self.adapter.prepare(plan))
+        ready = {"sha": self._hash(plan), "checksum": self._guard(self.adapter.checksum) or ""}
+        self._sound &= self._meet("ready", json.dumps(ready).encode(), same_plan)["sound"]
+        self._in_force = plan  # from here on an abort must undo it
+        if plan is None:
+            self._guard(self.adapter.revert)
+        else:
+            self._guard(lambda: self.adapter.apply(plan))
+        now = {"sha": "", "checksum": self._guard(self.adapter.checksum) or ""}
+        if not self._meet("applied", json.dumps(now).encode(), same_plan)["sound"] and self._sound:
+            raise _StepAside("parameters differ between ranks after the change")
+
+    def _hash(self, plan: Plan | None) -> str:
+        return "" if plan is None else plan.sha256
+
+    # -- steps and meetings --------------------------------------------------------------------
+
+    def _pass(self, steps: int) -> _Steps:
+        for _ in range(steps):
+            yield
+
+    def _timed(self, steps: int) -> Generator[None, int | None, list[float]]:
+        """Durations, ms, of the next ``steps`` steps, less those that were interrupted."""
+        times: list[float] = []
+        for _ in range(steps):
+            took = yield
+            if took is not None:
+                times.append(took / 1e6)
+        return times
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        """Run a step that may fail on this rank alone; the failure waits for the next meeting."""
+        if self._failure:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            self._failure = describe(error)
+            return None
+
+    def _meet(self, topic: str, blob: bytes, decide: Callable[[list[bytes]], dict[str, Any]], extra_s: float = 0.0) -> dict[str, Any]:
+        """All ranks hand in ``blob``, rank 0 decides, all get the decision.
+
+        Raises:
+            _StepAside: on every rank alike, if a rank failed, is missing, or ``decide`` raised.
+        """
+        exchange, timeout_s = self.adapter.exchange, self.settings.timeout_s
+        key = f"{self._meetings}/{topic}"
+        self._meetings += 1
+        exchange.post(key, b"-" + self._failure.encode() if self._failure else b"+" + blob)
+        if self._rank == 0:
+            proposal = self._propose(key, decide)
+        else:
+            try:
+                proposal = exchange.wait(key, 2 * timeout_s + extra_s)
+            except (TimeoutError, RankLeft) as error:
+                proposal = json.dumps({"stop": describe(error), "freeze": True})
+        decision: dict[str, Any] = json.loads(exchange.agree(key, proposal))
+        if "stop" in decision:
+            raise _StepAside(decision["stop"], decision["freeze"])
+        return decision
+
+    def _propose(self, key: str, decide: Callable[[list[bytes]], dict[str, Any]]) -> str:
+        try:
+            blobs = self.adapter.exchange.collect(key, self.settings.timeout_s)
+        except (TimeoutError, RankLeft) as error:
+            return json.dumps({"stop": describe(error), "freeze": True})
+        for rank, blob in enumerate(blobs):
+            if blob[:1] != b"+":
+                return json.dumps({"stop": f"rank {rank}: {blob[1:].decode(errors='replace')}", "freeze": False})
+        try:
+            return json.dumps(decide([blob[1:] for blob in blobs]))
+        except Exception as error:
+            self._session.debug()
+            return json.dumps({"stop": describe(error), "freeze": False})
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _end(self, verdict: Verdict, reason: str, everywhere: bool = False) -> None:
+        self.state = State.DONE
+        outcome = self._outcome
+        outcome.verdict, outcome.reason, outcome.steps = verdict, reason, self.steps
+        self.outcome = outcome
+        quietly(lambda: self._session.conclude(outcome, everywhere))
+        if self._on_done is not None:
+            done = self._on_done
+            quietly(lambda: done(outcome))
+
+    def _rank_count(self) -> int:
+        return self.adapter.exchange.world_size
+
+
+def merge(blobs: list[bytes]) -> list[float]:
+    """Per step the slowest rank's ms, from every rank's JSON list."""
+    times_ns = [np.asarray(json.loads(blob), dtype=np.float64) * 1e6 for blob in blobs]
+    return [float(ms) for ms in slowest_rank([row.tolist() for row in times_ns])]
+
+
+def same_plan(blobs: list[bytes]) -> dict[str, Any]:
+    """Refuse ranks that hold different plans; say whether their parameters agree."""
+    seen = [json.loads(blob) for blob in blobs]
+    for rank, entry in enumerate(seen):
+        if entry["sha"] != seen[0]["sha"]:
+            raise PlanError(f"rank {rank} holds another plan than rank 0 (hashes differ)")
+    return {"sound": len({entry["checksum"] for entry in seen}) == 1}
+
+
+def describe(error: BaseException) -> str:
+    """One line for a person: dpro's own errors speak for themselves, others carry their type."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, (DproError, TimeoutError, RankLeft)):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def quietly(call: Callable[[], Any]) -> None:
+    """For clean-up on the way out: nothing that happens there may reach the job."""
+    try:
+        call()
+    except Exception:
+        return
