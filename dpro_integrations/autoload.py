@@ -1,0 +1,129 @@
+"""Activation by environment: ``DPRO=apply torchrun … train.py`` on an unchanged script.
+
+Imported by a ``.pth`` file when Python starts and ``DPRO`` is set. It imports no framework: it
+waits for the job to import ``torch.nn.parallel.distributed``, then watches the constructor of
+``DistributedDataParallel`` and the optimizers' steps.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+_TARGET = "torch.nn.parallel.distributed"
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds nothing itself; lets the real finder load the target, then calls :func:`_attach`."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname != _TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is None or spec.loader is None:
+            return spec
+        loader = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            try:
+                _attach(module)
+            except Exception as error:  # the job comes first
+                print(f"dpro: stepped aside: {error}", file=sys.stderr, flush=True)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _attach(module: ModuleType) -> None:
+    """Tune the first DDP wrapper that the job makes, at the steps of the optimizer that trains it."""
+    wrapper: Any = module.DistributedDataParallel
+    construct = wrapper.__init__
+    watched: list[Any] = []
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        if watched and watched[0].made is self:
+            return  # our own re-wrapping
+        if watched:
+            watched[0].second_model()
+        else:
+            watched.append(_Watch(self))
+
+    __init__.__wrapped__ = construct  # type: ignore[attr-defined]  # inspect.signature sees the real one
+    wrapper.__init__ = __init__
+
+
+class _Watch:
+    """From the wrapper to the end of its tuning."""
+
+    def __init__(self, ddp: Any) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self.made = ddp
+        self._tuner: Any = None
+        self._optimizer: Any = None
+        self._over = False
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+
+    def second_model(self) -> None:
+        """One tuner can't tell the all-reduces of two models apart."""
+        reason = "the job has two DDP models; give one to dpro_integrations.torch_ddp.autotune()"
+        if self._tuner is not None:
+            self._tuner.fail(reason)
+        elif not self._over:
+            self._stop()
+            self._say(reason)
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if self._over or (self._optimizer is not None and optimizer is not self._optimizer):
+            return
+        try:
+            if self._optimizer is None and not self._begin(optimizer):
+                return
+            self._tuner.step()
+            if self._tuner.outcome is not None:
+                self._stop()
+        except Exception as error:  # the job comes first
+            self._stop()
+            self._say(str(error))
+
+    def _begin(self, optimizer: Any) -> bool:
+        """The first optimizer that holds a parameter of the model counts the iterations."""
+        from dpro_integrations import torch_ddp
+
+        own = {id(p) for p in self.made.module.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            return False
+        if self.made in torch_ddp._tuned:  # the job has a callback or a call of its own
+            self._stop()
+            return False
+        self._optimizer = optimizer
+        self._tuner = torch_ddp.make_tuner(self.made)
+        if self._tuner is None:
+            self._stop()
+            return False
+        return True
+
+    def _stop(self) -> None:
+        self._over = True
+        self._handle.remove()
+
+    @staticmethod
+    def _say(reason: str) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"dpro: stepped aside: {reason}", file=sys.stderr, flush=True)
+
+
+if _TARGET in sys.modules:
+    _attach(sys.modules[_TARGET])
+else:
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,262 @@
+"""Capture of a few steps of a DDP job: torch.profiler, gradient-ready order, host contention.
+
+Attaches at one step boundary, detaches at another, leaves nothing behind. If the user starts a
+profiler of his own meanwhile, ours gives way to it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import record_function
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from dpro.trace import kineto
+from dpro.trace.model import RankTrace, Tensor
+from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
+
+#: Ops recorded to measure what recording one event costs.
+_PROBE_OPS = 400
+
+
+class Capture:
+    """Profile ``ddp`` from construction to :meth:`finish` or :meth:`abort`.
+
+    Raises:
+        RuntimeError: a profiler is running already.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("another profiler is running")
+        self._ddp = ddp
+        self._ready: list[int] = []
+        self._handles: list[Any] = []
+        self._range: record_function | None = None
+        self._step = 0
+        self._taken = False
+        plain_ns = _probe_ns()
+        self._restore: Callable[[], None] | None = None
+        self._profiler: profile | None = profile(activities=_activities(ddp))
+        self._profiler.start()
+        try:
+            self._event_overhead_ns = max(0.0, (_probe_ns() - plain_ns) / _PROBE_OPS)
+            self._restore = _yield_to_user(self._give_way)
+            for number, (_, parameter) in enumerate(reducer_parameters(ddp)):
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._watch(number)))
+            self._clock_pair = _clock_pair_ns()
+            self._host = HostLoad()
+            self._open_step()
+        except BaseException:
+            self.abort()
+            raise
+
+    def mark_step(self) -> None:
+        """Close the range of the step that ended and open the next."""
+        if self._taken:
+            raise RuntimeError("the job's own profiler took over")
+        self._close_step()
+        self._open_step()
+
+    def finish(self) -> RankTrace:
+        """Detach and read back what was recorded.
+
+        Raises:
+            RuntimeError: the user's own profiler took over.
+        """
+        if self._taken:
+            raise RuntimeError("the job's own profiler took over")
+        contention = self._host.since()
+        profiler, steps = self._profiler, self._step - 1
+        self._detach()
+        assert profiler is not None
+        first, last = self._clock_pair, _clock_pair_ns()
+        with tempfile.TemporaryDirectory(prefix="dpro-") as folder:
+            path = Path(folder) / f"rank{dist.get_rank()}.json"
+            profiler.export_chrome_trace(str(path))
+            trace = kineto.read(path)
+        self._to_monotonic(trace, (first + last) // 2)
+        # the range that was open when we stopped belongs to no step
+        trace.step_bounds = trace.step_bounds[:steps]
+        trace.columns["step"] = np.where(trace.step < steps, trace.step, -1).astype(np.int32)
+        meta = trace.meta
+        meta.rank, meta.world_size = dist.get_rank(), dist.get_world_size()
+        meta.host, meta.framework, meta.source = socket.gethostname(), f"torch {torch.__version__}", "torch_ddp"
+        meta.event_overhead_ns = self._event_overhead_ns
+        meta.contention = contention
+        meta.extra["ddp"] = {
+            "gradient_as_bucket_view": bool(self._ddp.gradient_as_bucket_view),
+            "batched_grad_copy": bool(getattr(self._ddp, "batched_grad_copy", False)),
+            "backend": str(dist.get_backend(self._ddp.process_group)),
+        }
+        trace.tensors = self._tensors()
+        return trace
+
+    def abort(self) -> None:
+        """Detach, keep nothing."""
+        self._detach()
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _watch(self, number: int) -> Callable[[torch.Tensor], None]:
+        append = self._ready.append
+        return lambda _: append(number)
+
+    def _open_step(self) -> None:
+        self._ready.clear()
+        self._range = record_function(f"ProfilerStep#{self._step}")
+        self._range.__enter__()
+        self._step += 1
+
+    def _close_step(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+            self._last_ready = list(self._ready)
+
+    def _give_way(self) -> None:
+        self._taken = True
+        self._detach()
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+
+    def _tensors(self) -> list[Tensor]:
+        """The gradients in reducer order, with ready order and bucket."""
+        # a parameter may become ready several times in a step (micro-batches): the last time counts
+        last_place = {number: place for place, number in enumerate(self._last_ready)}
+        order = {number: k for k, number in enumerate(sorted(last_place, key=last_place.__getitem__))}
+        bucket_of = {n: b for b, numbers in enumerate(bucket_parameters(self._ddp)) for n in numbers}
+        return [
+            Tensor(
+                name=name,
+                shape=tuple(p.shape),
+                dtype=str(p.dtype).removeprefix("torch."),
+                nbytes=p.numel() * p.element_size(),
+                ready=order.get(number, -1),
+                bucket=bucket_of.get(number, -1),
+            )
+            for number, (name, p) in enumerate(reducer_parameters(self._ddp))
+        ]
+
+    @staticmethod
+    def _to_monotonic(trace: RankTrace, realtime_minus_monotonic_ns: int) -> None:
+        for key in ("start", "end"):
+            trace.columns[key] = trace.columns[key] - realtime_minus_monotonic_ns
+        trace.step_bounds = trace.step_bounds - realtime_minus_monotonic_ns
+        trace.meta.clock = "monotonic"
+
+
+class HostLoad:
+    """CPU time of this process's threads, from Linux's per-thread scheduler statistics.
+
+    ``since()`` gives ns since construction: ``main_cpu_ns`` the calling thread on a core,
+    ``main_delay_ns`` the calling thread runnable but without one, ``others_cpu_ns`` all other
+    threads (communication mostly), ``wall_ns``. Empty where the system has no such figures.
+    """
+
+    def __init__(self) -> None:
+        self._main = threading.get_native_id()
+        self._start = self._read()
+        self._wall = time.monotonic_ns()
+
+    def since(self) -> dict[str, float]:
+        now = self._read()
+        if not now or not self._start:
+            return {}
+        zero = (0, 0)
+        main, was = now.get(self._main, zero), self._start.get(self._main, zero)
+        others = sum(cpu - self._start.get(tid, zero)[0] for tid, (cpu, _) in now.items() if tid != self._main)
+        return {
+            "main_cpu_ns": float(main[0] - was[0]),
+            "main_delay_ns": float(main[1] - was[1]),
+            "others_cpu_ns": float(others),
+            "wall_ns": float(time.monotonic_ns() - self._wall),
+        }
+
+    @staticmethod
+    def _read() -> dict[int, tuple[int, int]]:
+        found: dict[int, tuple[int, int]] = {}
+        try:
+            for tid in os.listdir("/proc/self/task"):
+                try:
+                    cpu, delay = Path(f"/proc/self/task/{tid}/schedstat").read_text().split()[:2]
+                    found[int(tid)] = (int(cpu), int(delay))
+                except (OSError, ValueError):
+                    continue  # the thread ended while we looked
+        except OSError:
+            return {}
+        return found
+
+
+def _activities(ddp: DistributedDataParallel) -> list[ProfilerActivity]:
+    on_gpu = ddp.device_type == "cuda" and torch.cuda.is_initialized()
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+
+
+def _probe_ns() -> int:
+    """Time of :data:`_PROBE_OPS` smallest ops; with and without the profiler gives its cost."""
+    tensor = torch.zeros(())
+    best = 1 << 62
+    for _ in range(3):
+        start = time.perf_counter_ns()
+        for _ in range(_PROBE_OPS):
+            tensor.alias()  # type: ignore[attr-defined]
+        best = min(best, time.perf_counter_ns() - start)
+    return best
+
+
+def _clock_pair_ns() -> int:
+    """CLOCK_REALTIME minus CLOCK_MONOTONIC, ns; the tightest of a few readings."""
+    pairs = []
+    for _ in range(5):
+        before = time.monotonic_ns()
+        real = time.time_ns()
+        after = time.monotonic_ns()
+        pairs.append((after - before, real - (before + after) // 2))
+    return min(pairs)[1]
+
+
+def _yield_to_user(give_way: Callable[[], None]) -> Callable[[], None]:
+    """If anybody starts a profiler while ours runs, stop ours first. Returns the undo."""
+    own = torch.profiler._KinetoProfile
+    original, legacy = own.prepare_trace, torch.autograd.profiler.profile.__enter__
+
+    def prepare_trace(self: Any) -> Any:
+        give_way()
+        return original(self)
+
+    def enter(self: Any) -> Any:
+        give_way()
+        return legacy(self)
+
+    own.prepare_trace = prepare_trace  # type: ignore[method-assign]
+    torch.autograd.profiler.profile.__enter__ = enter  # type: ignore[method-assign]
+
+    def undo() -> None:
+        own.prepare_trace = original  # type: ignore[method-assign]
+        torch.autograd.profiler.profile.__enter__ = legacy  # type: ignore[method-assign]
+
+    return undo

@@ -1,0 +1,201 @@
+"""PyTorch DistributedDataParallel: the adapter, and :func:`autotune` for a plain training loop.
+
+Example: ``examples/plain_ddp.py``. Re-wrapping is in ``torch_rewrap``, profiling in
+``torch_capture``, agreement between ranks in ``torch_exchange``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dpro.adapter import Knob
+from dpro.errors import PlanError
+from dpro.plan import Plan
+from dpro.session import Session
+from dpro.settings import Settings, disabled
+from dpro.trace.model import RankTrace
+from dpro.tuner import Outcome, Tuner
+from dpro_integrations.torch_capture import Capture
+from dpro_integrations.torch_exchange import StoreExchange
+from dpro_integrations.torch_rewrap import HAS_CAP_LIST, arguments, reducer_parameters, rewrap, why_fixed
+
+_OPTIONS = ("gradient_as_bucket_view", "batched_grad_copy")
+#: Wrappers that have a tuner, so that callback and environment never both tune one job.
+_tuned: weakref.WeakKeyDictionary[DistributedDataParallel, Tuner] = weakref.WeakKeyDictionary()
+_count = 0
+
+
+class TorchDDPAdapter:
+    """:class:`dpro.adapter.Adapter` for one DDP wrapper.
+
+    Args:
+        ddp: the wrapper; it stays the same object whatever is applied.
+    """
+
+    name = "torch_ddp"
+
+    def __init__(self, ddp: DistributedDataParallel, tag: str = "") -> None:
+        self.exchange = StoreExchange.of_job(tag)
+        self._ddp = ddp
+        self._original: dict[str, Any] | None = None
+        self._capture: Capture | None = None
+
+    def capabilities(self) -> set[Knob]:
+        if self.why_not():
+            return set()
+        knobs = {Knob.BUCKET_CAP, Knob.BUCKET_VIEW}
+        return knobs | {Knob.BUCKET_LIST} if HAS_CAP_LIST else knobs
+
+    def why_not(self) -> str:
+        if dist.get_world_size(self._ddp.process_group) != dist.get_world_size():
+            return "DDP spans only a part of the ranks"
+        return why_fixed(self._ddp)
+
+    def fingerprint(self) -> dict[str, str]:
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in reducer_parameters(self._ddp)]
+        return {
+            "model": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+            "world_size": str(self.exchange.world_size),
+            "framework": f"torch {torch.__version__}",
+            "backend": str(dist.get_backend(self._ddp.process_group)),
+        }
+
+    def start_capture(self) -> None:
+        self._capture = Capture(self._ddp)
+
+    def mark_step(self) -> None:
+        if self._capture is not None:
+            self._capture.mark_step()
+
+    def stop_capture(self) -> RankTrace:
+        capture, self._capture = self._capture, None
+        if capture is None:
+            raise RuntimeError("no capture is running")
+        return capture.finish()
+
+    def abort_capture(self) -> None:
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.abort()
+
+    def prepare(self, plan: Plan) -> None:
+        fitting = self.fingerprint()
+        for key, value in plan.fingerprint.items():
+            if fitting.get(key) != value:
+                raise PlanError(f"the plan is for another job: {key} is {fitting.get(key)}, the plan's {value}")
+        if reason := self.why_not():
+            raise PlanError(f"buckets can't be changed here: {reason}")
+        foreign = sorted(set(plan.settings()) - {"bucket_caps", "tensor_groups", "ddp_options"})
+        if foreign:
+            raise PlanError(f"DDP has no setting for {foreign[0]!r}")
+        if plan.bucket_caps and len(plan.bucket_caps) > 1 and not HAS_CAP_LIST:
+            raise PlanError("this torch has no bucket_cap_mb_list")
+        for option in plan.ddp_options or {}:
+            if option not in _OPTIONS or not hasattr(self._ddp, option):
+                raise PlanError(f"this DDP has no option {option!r}")
+
+    def apply(self, plan: Plan) -> None:
+        self.prepare(plan)
+        if self._original is None:
+            self._original = arguments(self._ddp)
+        given = dict(self._original)
+        if plan.bucket_caps:
+            given.pop("bucket_cap_mb_list", None)
+            given.pop("bucket_cap_mb", None)
+            several = len(plan.bucket_caps) > 1
+            given |= {"bucket_cap_mb_list": plan.bucket_caps} if several else {"bucket_cap_mb": plan.bucket_caps[0]}
+        rewrap(self._ddp, given | (plan.ddp_options or {}))
+
+    def revert(self) -> None:
+        if self._original is not None:
+            rewrap(self._ddp, self._original)
+            self._original = None
+
+    def checksum(self) -> str:
+        """Over up to 64 values of every parameter: cheap, and any lost update moves it."""
+        digest = hashlib.sha256()
+        for _, parameter in reducer_parameters(self._ddp):
+            flat = parameter.detach().flatten()
+            picked = flat[:: max(1, flat.numel() // 64)][:64]
+            digest.update(picked.float().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        self.abort_capture()
+
+
+def make_tuner(ddp: DistributedDataParallel, *, on_done: Callable[[Outcome], None] | None = None, plan: str | Path | Plan | None = None, **given: Any) -> Tuner | None:
+    """A tuner for ``ddp``, or None (with one line) where there is nothing to tune.
+
+    Args:
+        ddp: the wrapped model.
+        on_done: called with the outcome on every rank.
+        plan: a plan or its file: skips capture and search.
+        given: fields of :class:`dpro.settings.Settings`.
+    """
+    global _count
+    say = Session(Settings(), dist.get_rank()).say
+    if disabled():
+        return None
+    if ddp in _tuned:
+        _tuned.pop(ddp).close()
+    if dist.get_world_size() < 2:
+        say("one process only: there is nothing to synchronise, nothing to tune")
+        return None
+    settings = Settings.from_env(**given)
+    known = plan if isinstance(plan, Plan) else Plan.load(Path(plan or settings.plan)) if plan or settings.plan else None
+    _count += 1
+    tuner = Tuner(TorchDDPAdapter(ddp, tag=str(_count)), settings, plan=known, on_done=on_done)
+    _tuned[ddp] = tuner
+    atexit.register(tuner.close)
+    return tuner
+
+
+def autotune(
+    ddp: DistributedDataParallel,
+    *,
+    optimizer: torch.optim.Optimizer,
+    on_done: Callable[[Outcome], None] | None = None,
+    plan: str | Path | Plan | None = None,
+    **settings: Any,
+) -> tuple[DistributedDataParallel, Tuner | None]:
+    """Tune a plain training loop: ``model, tuner = autotune(DDP(net), optimizer=opt)``.
+
+    The model returned is the wrapper given; training code stays as it is. The tuner moves on at
+    every ``optimizer.step()``; ``tuner.close()`` at the end is optional.
+
+    Args:
+        ddp: the wrapped model.
+        optimizer: its optimizer; one step of it is one iteration.
+        on_done: called once with the :class:`dpro.tuner.Outcome`, on every rank.
+        plan: a plan file of an earlier run: verified at once, without profiling.
+        settings: fields of :class:`dpro.settings.Settings` (``mode="suggest"``, …).
+    """
+    try:
+        tuner = make_tuner(ddp, on_done=on_done, plan=plan, **settings)
+    except Exception as error:  # whatever it is, the job goes on
+        Session(Settings(), dist.get_rank() if dist.is_initialized() else 0).say(f"stepped aside: {error}")
+        return ddp, None
+    if tuner is not None:
+        follow(tuner, optimizer)
+    return ddp, tuner
+
+
+def follow(tuner: Tuner, optimizer: torch.optim.Optimizer) -> None:
+    """Move ``tuner`` at every step of ``optimizer``, until it is done."""
+
+    def stepped(*_: Any) -> None:
+        tuner.step()
+        if tuner.outcome is not None:
+            handle.remove()
+
+    handle = optimizer.register_step_post_hook(stepped)

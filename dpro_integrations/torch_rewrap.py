@@ -1,0 +1,107 @@
+"""Change the settings of a living DistributedDataParallel object, through its stock constructor.
+
+The wrapper stays the same Python object: the old reducer is dropped, then the constructor is run
+again on the object with the user's arguments and other bucket settings. Everything the user put
+on the wrapper (hooks, attributes, training flag) is carried over. Nothing here decides *what* to
+set.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+_SIGNATURE = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters)
+HAS_CAP_LIST = "bucket_cap_mb_list" in _SIGNATURE
+_MIB = 1024 * 1024
+#: Attributes by which the constructor's arguments can be read back from a wrapper.
+_SAME_NAME = (
+    "device_ids",
+    "output_device",
+    "dim",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+)
+#: What the user may have put on the wrapper and ``Module.__init__`` would clear.
+_KEPT = tuple(
+    key for key in torch.nn.Module().__dict__ if key not in ("_parameters", "_buffers", "_modules")
+)  # hooks, the training flag, …
+
+
+def why_fixed(ddp: DistributedDataParallel) -> str:
+    """Why this wrapper can't be re-wrapped with the same results; '' if it can."""
+    if ddp._comm_hooks or "comm_hook" in ddp._get_ddp_logging_data():
+        return "a communication hook is registered"
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        return "delay_all_reduce_named_params is used"
+    if getattr(ddp, "mixed_precision", None) is not None:
+        return "DDP's own mixed precision is used"
+    if getattr(ddp, "_use_python_reducer", False):
+        return "the python reducer is used"
+    if any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
+        return "the optimizer runs inside backward"
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        return "find_unused_parameters=True (DDP then never groups gradients by their ready order)"
+    if ddp._join_config.enable:
+        return "the job runs under Join (uneven inputs)"
+    return ""
+
+
+def arguments(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """The constructor's arguments that would make this wrapper again, bucket sizes included."""
+    given: dict[str, Any] = {key: getattr(ddp, key) for key in _SAME_NAME if key in _SIGNATURE and hasattr(ddp, key)}
+    mesh = getattr(ddp, "device_mesh", None)
+    given |= {"device_mesh": mesh} if mesh is not None else {"process_group": ddp.process_group}
+    if "forward_sync_buffers" in _SIGNATURE:
+        given["forward_sync_buffers"] = ddp.forward_sync_buffers
+    else:
+        given["broadcast_buffers"] = ddp.broadcast_buffers
+    if HAS_CAP_LIST and getattr(ddp, "bucket_bytes_cap_list", None):
+        given["bucket_cap_mb_list"] = [cap / _MIB for cap in ddp.bucket_bytes_cap_list]
+    elif not getattr(ddp, "bucket_bytes_cap_default", True):
+        given["bucket_cap_mb"] = ddp.bucket_bytes_cap / _MIB
+    return given
+
+
+def rewrap(ddp: DistributedDataParallel, given: dict[str, Any]) -> None:
+    """Run the constructor again on ``ddp`` with ``given``; no collective is called.
+
+    Must be called between an optimizer step and the next forward. ``init_sync`` is off: the
+    parameters are equal on all ranks already, and a broadcast would be a needless message.
+    """
+    before = dict(ddp.__dict__)
+    ddp.reducer._remove_autograd_hooks()
+    # one set of buckets in memory at a time: the old one goes before the new one comes
+    for key in ("reducer", "logger"):
+        del ddp.__dict__[key]
+        before.pop(key)
+    gc.collect()
+    module = ddp.module
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        DistributedDataParallel.__init__(ddp, module, init_sync=False, **given)
+    for key in (*_KEPT, "require_backward_grad_sync", "require_forward_param_sync"):
+        ddp.__dict__[key] = before[key]
+    for key, value in before.items():
+        ddp.__dict__.setdefault(key, value)
+
+
+def reducer_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    """(name, parameter) in the order in which the reducer numbers them; a tied one counts once."""
+    ignored = ddp.parameters_to_ignore
+    named = ddp.module.named_parameters(remove_duplicate=True)
+    return [(name, p) for name, p in named if p.requires_grad and name not in ignored]
+
+
+def bucket_parameters(ddp: DistributedDataParallel) -> list[list[int]]:
+    """Parameter numbers per bucket in force, in launch order; [] before DDP's first rebuild."""
+    text = str(ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))
+    return [[int(i) for i in part.split()] for part in text.split(",") if part.strip()]
