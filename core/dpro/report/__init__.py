@@ -1,1 +1,1 @@
-"""Results for people: terminal table, Perfetto trace, HTML."""
+"""What a person sees: terminal tables, the Perfetto trace, the HTML page, differences, the doctor."""

@@ -1,0 +1,6 @@
+"""``python -m dpro`` is the ``dpro`` command."""
+
+from dpro.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What if: a faster network, faster ops, more workers. Edits a graph through its journal.
+
+Every function only changes durations, so ``graph.undo(mark)`` takes all of it back, and says what
+it assumed in one line. Knows no file and no command line. A collective's duration is its transfer
+(arrival wait is never part of it, see ``graph``), so scaling it scales what the network does and
+nothing else; what the replay then shows as wait follows by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dpro.cost.sync import SyncModel, fit
+from dpro.errors import DproError
+from dpro.graph.graph import Graph, OpKind
+
+_NETWORK = (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)
+
+#: Bytes a rank sends, as a multiple of its payload, with n workers in a ring. Source: Patarasuk
+#: and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+_RING: dict[str, Callable[[int], float]] = {
+    "allreduce": lambda n: 2 * (n - 1) / n,
+    "reducescatter": lambda n: (n - 1) / n,
+    "allgather": lambda n: (n - 1) / n,
+    "alltoall": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+}
+
+_UNITS_GBIT = {"gbit": 1.0, "gbps": 1.0, "mbit": 1e-3, "mbps": 1e-3}  # GB or Gb? not guessed
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one what-if did: how many ops it touched and, in a line, what it assumed."""
+
+    ops: int
+    assumption: str
+
+
+class WhatIfError(DproError):
+    """A question that cannot be asked of this graph; the text says why."""
+
+
+def scale_ops(graph: Graph, pattern: str, factor: float) -> Change:
+    """Multiply the duration of every op whose name matches (``re.search``) by ``factor`` >= 0.
+
+    Raises:
+        WhatIfError: the pattern is not a regular expression, or matches no op.
+    """
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise WhatIfError(f"{pattern!r} is not a regular expression ({error})") from error
+    if not (np.isfinite(factor) and factor >= 0):
+        raise WhatIfError(f"factor {factor} for {pattern!r} must be a finite number, 0 or more")
+    hit = np.fromiter((regex.search(name) is not None for name in graph.name_table), "?", len(graph.name_table))
+    ops = _living(graph, hit[graph.column("name")] if len(hit) else np.zeros(0, "?"))
+    if not len(ops):
+        raise WhatIfError(f"no op's name matches {pattern!r}")
+    graph.scale(ops, factor)
+    return Change(len(ops), f"{len(ops)} ops matching {pattern!r} take {factor:g}× their time")
+
+
+def fit_network(graph: Graph) -> SyncModel | None:
+    """t(bytes) of the graph's own collectives; None if none carries its size."""
+    ops = _living(graph, (graph.column("kind") == OpKind.COLLECTIVE) & (graph.column("nbytes") > 0))
+    try:
+        return fit(graph.column("nbytes")[ops], graph.column("duration")[ops])
+    except ValueError:
+        return None
+
+
+def scale_bandwidth(graph: Graph, bandwidth: str) -> Change:
+    """Run every collective and message at another bandwidth.
+
+    ``bandwidth`` is a factor ("2x", "0.5") or absolute ("10gbit", "800mbit"), which is taken
+    relative to the bandwidth fitted from the graph's own collectives. Where that fit can be
+    trusted, the latency it found stays in each transfer and only the rest is scaled.
+
+    Raises:
+        WhatIfError: not such a text, nothing on the network, or absolute without a fit.
+    """
+    ops = _living(graph, np.isin(graph.column("kind"), _NETWORK))
+    if not len(ops):
+        raise WhatIfError("no collective or message in this trace: there is no bandwidth to change")
+    model = fit_network(graph)
+    measured_gbit = None
+    if model is not None and model.ns_per_byte > 0:
+        # What the link carries is more than the payload: each rank of a ring sends it 2 (n-1)/n times.
+        measured_gbit = 8 / model.ns_per_byte * _RING["allreduce"](max(_workers(graph), 2))
+    factor = parse_bandwidth(bandwidth, measured_gbit)
+    latency_ns = model.latency_ns if model is not None and model.trust == "good" else 0.0
+    before = graph.column("duration")[ops]
+    fixed = np.minimum(before, latency_ns)
+    _set_durations(graph, ops, fixed + (before - fixed) / factor)
+    said = f"{len(ops)} transfers at {factor:.4g}× the bandwidth measured"
+    if measured_gbit:
+        said += f" (about {measured_gbit:.3g} Gbit/s, {model.trust if model else ''} fit)"
+    return Change(len(ops), said + (f"; {latency_ns / 1e3:.0f} µs of latency stay in each" if latency_ns else ""))
+
+
+def parse_bandwidth(text: str, measured_gbit: float | None = None) -> float:
+    """Factor meant by ``text``: "2x" -> 2.0; "10gbit" -> 10 / ``measured_gbit``.
+
+    Raises:
+        WhatIfError: not a positive number with a known unit, or absolute without a fit.
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z×]*)(?:/s)?\s*", text.lower())
+    if found is None or not (0 < float(found[1]) < float("inf")):
+        raise WhatIfError(f"bandwidth {text!r}: give a factor such as 2x, or a speed such as 10gbit")
+    value, unit = float(found[1]), found[2]
+    if unit in ("", "x", "×"):
+        return value
+    if unit not in _UNITS_GBIT:
+        raise WhatIfError(f"bandwidth {text!r}: unknown unit; known are x, {', '.join(_UNITS_GBIT)}")
+    if not measured_gbit:
+        raise WhatIfError(f"bandwidth {text!r}: this trace has no sizes to fit its own from; give a factor such as 2x")
+    return value * _UNITS_GBIT[unit] / measured_gbit
+
+
+def set_workers(graph: Graph, workers: int) -> Change:
+    """Transfers as they would be among ``workers`` ranks, each doing the same work as now.
+
+    Scales each collective by the bytes a ring sends per rank: an all-reduce of s bytes among n
+    sends 2 s (n-1)/n. The ranks stay as measured, so new ranks are no slower than those seen.
+
+    Raises:
+        WhatIfError: fewer than 2 workers now or then, no collective, or one with no such model.
+    """
+    if workers < 2:
+        raise WhatIfError(f"{workers} workers: a collective needs 2 or more")
+    now = _workers(graph)
+    if now < 2:
+        raise WhatIfError("the trace is of 1 worker: it holds no transfer to scale to more")
+    ops = _living(graph, graph.column("kind") == OpKind.COLLECTIVE)
+    if not len(ops):
+        raise WhatIfError("no collective in this trace: only collectives have a model for more workers")
+    factors = np.empty(len(ops))
+    for index, op in enumerate(ops.tolist()):
+        model = ring_model(graph.name_of(op))
+        if model is None:
+            raise WhatIfError(f"no model says how {graph.name_of(op)!r} grows with the number of workers")
+        factors[index] = _RING[model](workers) / _RING[model](now)
+    _set_durations(graph, ops, graph.column("duration")[ops] * factors)
+    return Change(
+        len(ops),
+        f"{now} → {workers} workers: ring collectives, so an all-reduce's transfer grows as 2(N-1)/N; "
+        "same work and same bandwidth per worker, none slower than those measured",
+    )
+
+
+def ring_model(name: str) -> str | None:
+    """Which ring formula a collective's name asks for ("ncclDevKernel_AllReduce_Sum…" -> "allreduce")."""
+    plain = re.sub(r"[^a-z]", "", name.lower())
+    return next((model for model in _RING if model in plain), None)
+
+
+def _workers(graph: Graph) -> int:
+    """World size where the builder knew it (a trace may hold a few ranks of many), else the ranks seen."""
+    return int(graph.info.get("world_size", 0) or graph.ranks)
+
+
+def _living(graph: Graph, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(graph.column("alive") & mask)
+
+
+def _set_durations(graph: Graph, ops: npt.NDArray[np.int64], durations_ns: npt.NDArray[np.float64]) -> None:
+    for op, duration in zip(ops.tolist(), np.rint(durations_ns).astype(np.int64).tolist(), strict=True):
+        graph.set(op, "duration", duration)

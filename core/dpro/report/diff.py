@@ -1,0 +1,46 @@
+"""What changed between two captures: step time, and time per op name, largest change first.
+
+Compares what was measured, not what was replayed: the durations in two graphs (time no child op
+accounts for, so names add up), per rank, averaged over ranks. Knows no file and no output format.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import numpy as np
+
+from dpro.graph.graph import Graph
+
+
+class OpChange(TypedDict):
+    """Time of all ops of one name, ms per rank and step; counts per rank and step."""
+
+    name: str
+    a_ms: float
+    b_ms: float
+    change_ms: float
+    a_count: float
+    b_count: float
+
+
+def time_by_name(graph: Graph) -> dict[str, tuple[float, float]]:
+    """Name -> (ms, count), both per rank. An op shared by all ranks counts once for each."""
+    alive = np.flatnonzero(graph.column("alive"))
+    ranks = max(graph.ranks, 1)
+    weight = np.where(graph.column("rank")[alive] < 0, ranks, 1)
+    names = graph.column("name")[alive]
+    size = len(graph.name_table)
+    ms = np.bincount(names, weights=graph.column("duration")[alive] * weight / 1e6, minlength=size) / ranks
+    count = np.bincount(names, weights=weight, minlength=size) / ranks
+    return {name: (float(ms[i]), float(count[i])) for i, name in enumerate(graph.name_table) if count[i]}
+
+
+def compare(a: Graph, b: Graph) -> list[OpChange]:
+    """Every op name of either graph, sorted by absolute change (then by name)."""
+    before, after = time_by_name(a), time_by_name(b)
+    rows = []
+    for name in before.keys() | after.keys():
+        (a_ms, a_count), (b_ms, b_count) = before.get(name, (0.0, 0.0)), after.get(name, (0.0, 0.0))
+        rows.append(OpChange(name=name, a_ms=a_ms, b_ms=b_ms, change_ms=b_ms - a_ms, a_count=a_count, b_count=b_count))
+    return sorted(rows, key=lambda row: (-abs(row["change_ms"]), row["name"]))

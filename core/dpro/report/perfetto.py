@@ -1,0 +1,256 @@
+"""Chrome/Perfetto trace JSON: the replayed schedule beside the measured one.
+
+One process per rank. In it: a ``critical path`` track on top, then ``replayed`` tracks (one per
+resource) and ``measured`` tracks. Times are µs from the start of the step. Flow arrows go from the
+rank that arrived last at a collective to every other rank, and along the critical path wherever it
+changes rank. Perfetto demands that the slices of one track nest; what merely overlaps is moved to
+a further lane of its resource. Knows no command line; writes one file.
+
+Format: "Trace Event Format" (Chromium), events X (complete), M (metadata), s and f (flow).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
+from dpro.replay.engine import Replay
+from dpro.trace.model import EventKind, RankTrace
+
+if TYPE_CHECKING:
+    from dpro.replay.path import CriticalPath
+
+Event = dict[str, Any]
+
+
+@dataclass
+class Slice:
+    """One bar to draw; ``flows`` are (phase, number) of the arrows that leave (s) or end (f) at its start."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    category: str
+    args: dict[str, Any] = field(default_factory=dict)
+    flows: list[tuple[str, int]] = field(default_factory=list)
+
+
+def export(
+    graph: Graph,
+    replay: Replay,
+    path: Path,
+    *,
+    critical: CriticalPath | None = None,
+    measured: Sequence[RankTrace] = (),
+    step: int | None = None,
+) -> int:
+    """Write the trace (gzipped if ``path`` ends in ``.gz``). Returns the number of events.
+
+    ``measured`` are the traces the graph was made from, ``step`` the step to show of them (all
+    steps if None).
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    ranks = sorted({*range(graph.ranks), *(trace.meta.rank for trace in measured if trace.meta.rank >= 0)})
+    tracks = _Tracks(ranks or [0])
+    events = list(_replayed(graph, replay, tracks, critical))
+    for index, trace in enumerate(measured):
+        events += _measured(trace, index, tracks, _origin_ns(trace, measured, step), step)
+    write(path, [*tracks.metadata(), *sorted(events, key=_file_order)])
+    return len(events)
+
+
+def write(path: Path, events: Iterable[Event]) -> None:
+    """Write events one per line: a cut file can still be read as far as it goes.
+
+    ``json`` escapes control characters; ``allow_nan=False`` refuses what Perfetto cannot read.
+    """
+    with gzip.open(path, "wt", encoding="ascii") if path.suffix == ".gz" else path.open("w", encoding="ascii") as out:
+        out.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        separator = ""
+        for event in events:
+            out.write(separator + json.dumps(event, separators=(",", ":"), allow_nan=False))
+            separator = ",\n"
+        out.write("\n]}\n")
+
+
+class _Tracks:
+    """Hands out process and thread ids, and describes them to the viewer."""
+
+    #: sort index of a thread = its group's rank here, then order of first use
+    GROUPS = ("critical path", "replayed", "measured")
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        self._threads: dict[tuple[int, str, str], int] = {}
+
+    def thread(self, rank: int, group: str, label: str = "") -> tuple[int, int]:
+        """(pid, tid) of a track; pid 0 means "no process" to Perfetto, so rank 0 is pid 1."""
+        key = (rank, group, label)
+        return rank + 1, self._threads.setdefault(key, len(self._threads) + 1)
+
+    def metadata(self) -> Iterator[Event]:
+        for rank in self.ranks:
+            yield _meta("process_name", rank + 1, 0, {"name": f"rank {rank}"})
+            yield _meta("process_sort_index", rank + 1, 0, {"sort_index": rank})
+        for (rank, group, label), tid in self._threads.items():
+            name = f"{group} · {label}" if label else group
+            yield _meta("thread_name", rank + 1, tid, {"name": name})
+            yield _meta("thread_sort_index", rank + 1, tid, {"sort_index": self.GROUPS.index(group) * 100_000 + tid})
+
+
+def _replayed(graph: Graph, replay: Replay, tracks: _Tracks, critical: CriticalPath | None) -> Iterator[Event]:
+    start, end = replay.start.tolist(), replay.end.tolist()
+    row_of = {op: row for row, op in enumerate(graph.arrays().ids.tolist())}
+    on_path = {step.op for step in critical.steps} if critical else set()
+    predecessors = _predecessors(graph, row_of)
+    columns = {key: graph.column(key).tolist() for key in ("kind", "rank", "resource", "gap", "nbytes")}
+    everyone = list(range(graph.ranks)) or [0]
+    lanes: dict[tuple[int, str], list[Slice]] = {}
+    flow = 0
+    for op, row in row_of.items():
+        kind = OpKind(columns["kind"][op]).name
+        args: dict[str, Any] = {"kind": kind, "gap_us": columns["gap"][op] / 1e3}
+        if columns["nbytes"][op] >= 0:
+            args["bytes"] = columns["nbytes"][op]
+        category = f"replayed,{kind.lower()}"
+        if op in on_path:
+            args["critical"] = True
+            category += ",critical"
+        flows: dict[int, list[tuple[str, int]]] = {}
+        ranks = [columns["rank"][op]]
+        if ranks[0] < 0:  # shared by ranks: shown in each that arrives, or in all
+            arrivals = [p for p in predecessors.get(op, ()) if columns["rank"][p] >= 0]
+            ranks = sorted({columns["rank"][p] for p in arrivals}) or everyone
+            if arrivals:
+                last = columns["rank"][max(arrivals, key=lambda p: (end[row_of[p]], p))]
+                args["last_rank"] = last
+                for rank in ranks:
+                    if rank != last:
+                        flow += 1
+                        flows.setdefault(last, []).append(("s", flow))
+                        flows.setdefault(rank, []).append(("f", flow))
+        resource = columns["resource"][op]
+        label = "other" if resource == NO_RESOURCE else graph.resource_names[resource]
+        for rank in ranks:
+            # "rank3/cpu/1" is just "cpu/1" inside the process of rank 3
+            lanes.setdefault((rank, label.removeprefix(f"rank{rank}/")), []).append(
+                Slice(graph.name_of(op), start[row], end[row], category, args, flows.get(rank, []))
+            )
+    for (rank, label), slices in sorted(lanes.items()):
+        yield from _lay_out(slices, tracks, rank, "replayed", label)
+    if critical is not None:
+        yield from _critical(critical, tracks, everyone[0])
+
+
+def _critical(critical: CriticalPath, tracks: _Tracks, first_rank: int) -> Iterator[Event]:
+    """The path on its own track; an op shared by ranks stays where the path came from."""
+    rank = first_rank
+    slices: list[tuple[int, Slice]] = []
+    for number, step in enumerate(critical.steps):
+        kind = OpKind(step.kind).name
+        args = {"kind": kind, "gap_us": step.gap_ns / 1e3, "wait_us": step.wait_ns / 1e3, "op": int(step.op)}
+        one = Slice(step.name, int(step.start_ns), int(step.end_ns), "critical", args)
+        if step.rank not in (-1, rank):
+            if slices:
+                slices[-1][1].flows.append(("s", number))
+                one.flows.append(("f", number))
+            rank = int(step.rank)
+        slices.append((rank, one))
+    for where, one in slices:
+        yield from _events(one, tracks.thread(where, "critical path"))
+
+
+def _measured(trace: RankTrace, index: int, tracks: _Tracks, origin_ns: int, step: int | None) -> Iterator[Event]:
+    rank = trace.meta.rank if trace.meta.rank >= 0 else index
+    for number, (begin, finish) in enumerate(trace.step_bounds.tolist()):
+        if step is None or number == step:
+            track = tracks.thread(rank, "measured", "steps")
+            yield from _events(Slice(f"step {number}", begin - origin_ns, finish - origin_ns, "measured,step"), track)
+    keep = np.ones(len(trace), "?") if step is None or not trace.steps else trace.step == step
+    if step is None and trace.steps:  # what lies outside every step explains none of them
+        keep = trace.step >= 0
+    keep &= (trace.end >= trace.start) & (trace.kind != EventKind.ANNOTATION)
+    lanes: dict[int, list[Slice]] = {}
+    for row in np.flatnonzero(keep).tolist():
+        kind = EventKind(trace.kind[row]).name
+        args: dict[str, Any] = {"kind": kind}
+        if trace.nbytes[row] >= 0:
+            args["bytes"] = trace.nbytes[row].item()
+        begin, finish = trace.start[row].item() - origin_ns, trace.end[row].item() - origin_ns
+        lanes.setdefault(int(trace.resource[row]), []).append(
+            Slice(trace.names[trace.name[row]], begin, finish, f"measured,{kind.lower()}", args)
+        )
+    for resource, slices in sorted(lanes.items()):
+        yield from _lay_out(slices, tracks, rank, "measured", trace.resources[resource])
+
+
+def _lay_out(slices: list[Slice], tracks: _Tracks, rank: int, group: str, label: str) -> Iterator[Event]:
+    """Events of one resource, over as many lanes as proper nesting takes (one, as a rule)."""
+    open_ends: list[list[int]] = []  # per lane: ends of the slices still open, outermost first
+    for one in sorted(slices, key=lambda s: (s.start_ns, -s.end_ns)):
+        lane = next((number for number, ends in enumerate(open_ends) if _fits(one, ends)), len(open_ends))
+        if lane == len(open_ends):
+            open_ends.append([])
+        open_ends[lane].append(one.end_ns)
+        yield from _events(one, tracks.thread(rank, group, f"{label} ({lane + 1})" if lane else label))
+
+
+def _fits(one: Slice, ends: list[int]) -> bool:
+    while ends and ends[-1] <= one.start_ns:
+        ends.pop()
+    return not ends or one.end_ns <= ends[-1]
+
+
+def _predecessors(graph: Graph, row_of: dict[int, int]) -> dict[int, list[int]]:
+    """Predecessors of ops shared by ranks; nobody asks for the others."""
+    shared = graph.column("rank") < 0
+    out: dict[int, list[int]] = {}
+    edges = graph.edges()
+    for src, dst in edges[shared[edges[:, 1]]].tolist():
+        if src in row_of:
+            out.setdefault(dst, []).append(src)
+    return out
+
+
+def _origin_ns(trace: RankTrace, traces: Sequence[RankTrace], step: int | None) -> int:
+    """Zero of the measured tracks: common to all ranks where their clocks seem to be one.
+
+    Clocks of different hosts start anywhere. If the ranks' steps begin further apart than ten of
+    their lengths, each rank starts at its own step instead.
+    """
+
+    def begin(one: RankTrace) -> int:
+        if one.steps:
+            return int(one.step_bounds[min(step or 0, one.steps - 1), 0])
+        return int(one.start.min()) if len(one) else 0
+
+    starts = [begin(one) for one in traces]
+    longest = max((int(one.step_ns().max()) for one in traces if one.steps), default=0)
+    return min(starts) if max(starts) - min(starts) <= 10 * longest else begin(trace)
+
+
+def _events(one: Slice, track: tuple[int, int]) -> Iterator[Event]:
+    where = {"ts": one.start_ns / 1e3, "pid": track[0], "tid": track[1]}
+    more = {"dur": (one.end_ns - one.start_ns) / 1e3, "args": one.args}
+    yield {"ph": "X", "name": one.name, "cat": one.category, **where, **more}
+    cause = "critical path" if one.category == "critical" else "collective"
+    for phase, number in one.flows:
+        yield {"ph": phase, "id": number, "name": cause, "cat": cause, "bp": "e", **where}
+
+
+def _file_order(event: Event) -> tuple[float, bool, float]:
+    """By time; a slice before what it encloses, and before the arrows that bind to it."""
+    return event["ts"], event["ph"] != "X", -event.get("dur", 0.0)
+
+
+def _meta(name: str, pid: int, tid: int, args: dict[str, Any]) -> Event:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args}

@@ -1,0 +1,180 @@
+"""Tables for the terminal, built with rich: the tuner's verdict, a replay, a critical path.
+
+Every function returns a renderable and prints nothing; :func:`to_text` turns any of them into the
+plain text of ``report.txt``. Knows no graph: it is given numbers in ms and words. Rich is imported
+when a table is built, so that importing this module costs nothing inside a training job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+    from dpro.report.diff import OpChange
+
+#: Colour of a verdict or finding; any other word is shown in the terminal's own colour.
+_STYLES = {
+    "KEPT": "bold green",
+    "ROLLED_BACK": "bold yellow",
+    "SUGGESTED": "bold cyan",
+    "OBSERVED": "bold cyan",
+    "ABORTED": "bold red",
+    "ok": "green",
+    "note": "cyan",
+    "warn": "yellow",
+}
+
+
+@dataclass(frozen=True)
+class ArmRow:
+    """One way of running the job (the baseline, the plan, …). Times in ms per step.
+
+    ``spread_ms`` is the noise of ``measured_ms`` (shown as ±), ``ratio`` the speed against the
+    baseline (1.1 = a tenth faster), ``mark`` a short word such as "in force".
+    """
+
+    name: str
+    predicted_ms: float | None = None
+    measured_ms: float | None = None
+    spread_ms: float | None = None
+    ratio: float | None = None
+    mark: str = ""
+
+
+def verdict_table(rows: Sequence[ArmRow], verdict: str, notes: Sequence[str] = ()) -> Table:
+    """The one table a tuned job prints: an arm per row, the verdict as title, notes below."""
+    from rich.text import Text
+
+    best = max((row.ratio for row in rows if row.ratio is not None), default=None)
+    title = Text.assemble("dpro  ", (verdict.replace("_", " "), _STYLES.get(verdict, "bold")))
+    table = _table("ms/step", "predicted", "measured", "", "speed", "", title=title)
+    table.columns[3].style = "dim"
+    for row in rows:
+        table.add_row(
+            plain(row.name),
+            _ms(row.predicted_ms),
+            _ms(row.measured_ms),
+            "" if row.spread_ms is None else f"± {row.spread_ms:.{_digits(row.measured_ms)}f}",
+            "" if row.ratio is None else f"{row.ratio:.3f}×",
+            plain(row.mark),
+            style="bold" if len(rows) > 1 and row.ratio is not None and row.ratio == best else "",
+        )
+    if notes:
+        table.caption = Text("\n".join(notes), style="dim")
+        table.caption_justify = "left"
+    return table
+
+
+def numbers_table(rows: Sequence[tuple[str, str, str]], title: str = "") -> Table:
+    """Label, value and remark, one per row; labels left, values right."""
+    table = _table("", "", "", title=title)
+    table.show_header = False
+    table.columns[2].style, table.columns[2].justify = "dim", "left"
+    for row in rows:
+        table.add_row(*map(plain, row))
+    return table
+
+
+def breakdown_bar(breakdown_ms: Mapping[str, float], width: int = 60) -> RenderableType:
+    """The critical path as one coloured bar with its legend: where a step's time goes."""
+    from rich.text import Text
+
+    # Shades as well as colours: plain text and colour-blind readers see the parts too.
+    looks = {"compute": ("█", "blue"), "communication": ("▓", "magenta"), "wait": ("▒", "yellow")}
+    total = sum(breakdown_ms.values()) or 1.0
+    bar, legend = Text(), Text()
+    edge, done = 0.0, 0
+    for key, value in breakdown_ms.items():
+        edge += value / total * width
+        cells, done = round(edge) - done, round(edge)
+        glyph, colour = looks.get(key, ("░", "bright_black"))
+        bar.append(glyph * cells, style=colour)
+        legend.append(glyph + " ", style=colour)
+        legend.append(f"{key} {value:.{_digits(value)}f} ms ({100 * value / total:.0f} %)  ")
+    return Text.assemble(" ", bar, "\n ", legend)
+
+
+def ops_table(rows: Sequence[tuple[str, str, int, float, float]], title: str = "") -> Table:
+    """Rows are (name, kind, count, ms, share of the whole in 0..1)."""
+    table = _table("op", "kind", "count", "ms", "share", title=title)
+    table.columns[0].overflow, table.columns[0].no_wrap, table.columns[0].max_width = "ellipsis", True, 60
+    table.columns[1].justify, table.columns[1].style = "left", "dim"
+    for name, kind, count, ms, share in rows:
+        table.add_row(plain(name), kind, f"{count:,}", _ms(ms), f"{100 * share:.1f} %")
+    return table
+
+
+def diff_table(rows: Sequence[OpChange], a: str, b: str, title: str = "") -> Table:
+    """Rows of :func:`dpro.report.diff.compare`: name, ms in A and in B, change, counts."""
+    table = _table("op", a, b, "change", "%", "count", title=title)
+    table.columns[0].overflow, table.columns[0].no_wrap, table.columns[0].max_width = "ellipsis", True, 60
+    for row in rows:
+        before, after, change = row["a_ms"], row["b_ms"], row["change_ms"]
+        counts = (f"{row['a_count']:g}", f"{row['b_count']:g}")
+        table.add_row(
+            plain(row["name"]),
+            _ms(before),
+            _ms(after),
+            f"{change:+.3f}",
+            f"{100 * change / before:+.1f}" if before else "new",
+            counts[0] if counts[0] == counts[1] else " → ".join(counts),
+            style="red" if change > 0 else "green" if change < 0 else "",
+        )
+    return table
+
+
+def findings_table(rows: Sequence[tuple[str, str, str, str]], title: str = "") -> Table:
+    """Rows are (status word, what, found, what to do)."""
+    from rich.text import Text
+
+    table = _table("", "", "found", "what to do", title=title)
+    for column in table.columns:
+        column.justify, column.overflow = "left", "fold"
+    for status, what, found, todo in rows:
+        table.add_row(Text(status, style=_STYLES.get(status, "")), what, plain(found), plain(todo))
+    return table
+
+
+def plain(text: str) -> str:
+    """Text from a file, made safe to print: no control characters, no rich markup."""
+    from rich.markup import escape
+
+    return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
+
+
+def to_text(renderable: RenderableType, width: int = 100) -> str:
+    """The same table as plain text: no colour, no escape codes, no trailing blanks."""
+    import io
+
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, force_terminal=False, legacy_windows=False).print(renderable)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _table(*headers: str, title: str | Text = "") -> Table:
+    from rich import box
+    from rich.table import Table
+
+    shown = (plain(title) or None) if isinstance(title, str) else title
+    table = Table(box=box.SIMPLE_HEAD, title=shown, title_justify="left", title_style="bold", pad_edge=False)
+    for index, header in enumerate(headers):
+        table.add_column(plain(header), justify="left" if index == 0 else "right")
+    return table
+
+
+def _digits(value_ms: float | None) -> int:
+    """Decimals that leave four figures or so: 1234 ms, 123.4, 12.34, 1.234."""
+    size = abs(value_ms or 0.0)
+    return 1 if size >= 100 else 2 if size >= 10 else 3
+
+
+def _ms(value_ms: float | None) -> str:
+    return "" if value_ms is None else f"{value_ms:.{_digits(value_ms)}f}"
