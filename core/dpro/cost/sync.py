@@ -1,0 +1,145 @@
+"""How long it takes to synchronise a gradient bucket of a given size, learnt from captured collectives.
+
+Knows sizes and durations only: not which library moved the bytes, nor when. The form is the usual
+latency-bandwidth one, ``t(s) = a + b·s`` (dPRO section 4.2 takes the same for a tensor that is not cut).
+It refuses to look more certain than the data: :attr:`SyncModel.trust` says how far to believe it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: One size cannot tell latency from bandwidth: this share of its time is then taken for latency.
+ASSUMED_LATENCY_SHARE = 0.05
+#: More distinct sizes than this are thinned out (by quantile) before lines are tried through pairs of them.
+_MAX_PIVOTS = 64
+
+
+@dataclass(frozen=True)
+class SyncModel:
+    """``time_ns(s) = latency_ns + ns_per_byte · s`` for one collective of s bytes on an idle channel.
+
+    ``steal_ns_per_byte``: CPU time that each rank's host thread loses for every byte a collective moves,
+    because the library's own threads share its core (gloo). 0 where transfers cost the host nothing.
+    """
+
+    latency_ns: float
+    ns_per_byte: float
+    steal_ns_per_byte: float = 0.0
+    #: Median of |observed - predicted| / predicted over the observations.
+    spread: float = 0.0
+    observations: int = 0
+    distinct_sizes: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (np.isfinite(value) and value >= 0):
+                raise ValueError(f"SyncModel.{field.name} must be finite and not negative, got {value!r}")
+
+    def time_ns(self, nbytes: float) -> int:
+        """Duration of one collective of ``nbytes`` bytes, ns."""
+        return round(self.latency_ns + self.ns_per_byte * nbytes)
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Payload bytes per second once the latency is paid (``inf`` if size costs nothing)."""
+        return 1e9 / self.ns_per_byte if self.ns_per_byte else float("inf")
+
+    @property
+    def trust(self) -> str:
+        """``assumed`` (one size: the split of its time is a guess), ``weak`` (two sizes: nothing checks the
+        line; or half the observations are over 20 % off), ``good``.
+        """
+        if self.distinct_sizes < 2:
+            return "assumed"
+        return "weak" if self.distinct_sizes == 2 or self.spread > 0.2 else "good"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values only; :meth:`from_dict` takes it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> SyncModel:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: unknown or missing keys, or a value that is not a finite number >= 0.
+        """
+        unknown = sorted(set(raw) - {field.name for field in fields(cls)})
+        if unknown or not {"latency_ns", "ns_per_byte"} <= set(raw):
+            raise ValueError(f"not a sync model: {unknown or sorted(raw)}")
+        if not all(type(value) in (int, float) for value in raw.values()):
+            raise ValueError("not a sync model: a value is not a number")
+        return cls(**raw)
+
+
+def fit(
+    nbytes: Sequence[float] | npt.NDArray[Any],
+    duration_ns: Sequence[float] | npt.NDArray[Any],
+    *,
+    probe_nbytes: Sequence[float] | npt.NDArray[Any] = (),
+    probe_duration_ns: Sequence[float] | npt.NDArray[Any] = (),
+    steal_ns_per_byte: float = 0.0,
+) -> SyncModel:
+    """Fit a line to transfers: constrained least absolute *relative* deviation.
+
+    ``nbytes[i]`` bytes took ``duration_ns[i]``: the transfer alone, arrival wait excluded. Probes (the same
+    two columns, measured on purpose at other sizes) count like captured collectives. Relative, because
+    noise grows with size and the latency is pinned by the small ones; absolute, because a transfer that met
+    a stall says nothing about the others. A least-absolute line under a, b >= 0 passes through two points,
+    or through one with a = 0 or b = 0: all such lines through the medians of the distinct sizes are tried,
+    and judged on every observation.
+
+    Raises:
+        ValueError: lengths differ, or no observation has a positive size and duration.
+    """
+    size = np.concatenate([np.asarray(nbytes, np.float64), np.asarray(probe_nbytes, np.float64)])
+    time = np.concatenate([np.asarray(duration_ns, np.float64), np.asarray(probe_duration_ns, np.float64)])
+    if size.shape != time.shape:
+        raise ValueError(f"{len(size)} sizes but {len(time)} durations")
+    good = np.isfinite(size) & np.isfinite(time) & (size > 0) & (time > 0)
+    size, time = size[good], time[good]
+    if not len(size):
+        raise ValueError("no collective with a positive size and duration: the cost of synchronisation is unknown")
+
+    distinct = np.unique(size)
+    if len(distinct) == 1:
+        median = float(np.median(time))
+        a, b = ASSUMED_LATENCY_SHARE * median, (1 - ASSUMED_LATENCY_SHARE) * median / float(distinct[0])
+    else:
+        a, b = _line(size, time, distinct)
+    predicted = a + b * size
+    return SyncModel(
+        latency_ns=a,
+        ns_per_byte=b,
+        steal_ns_per_byte=steal_ns_per_byte,
+        spread=float(np.median(np.abs(time - predicted) / predicted)),
+        observations=len(size),
+        distinct_sizes=len(distinct),
+    )
+
+
+def _line(
+    size: npt.NDArray[np.float64], time: npt.NDArray[np.float64], distinct: npt.NDArray[np.float64]
+) -> tuple[float, float]:
+    if len(distinct) > _MAX_PIVOTS:
+        distinct = distinct[np.linspace(0, len(distinct) - 1, _MAX_PIVOTS).round().astype(int)]
+    x = distinct
+    y = np.array([np.median(time[size == s]) for s in distinct])
+    i, j = np.triu_indices(len(x), 1)
+    slope = (y[j] - y[i]) / (x[j] - x[i])
+    a = np.concatenate([y[i] - slope * x[i], np.zeros(len(x)), y])
+    b = np.concatenate([slope, y / x, np.zeros(len(x))])
+    # Rounding may leave an intercept of -1e-9 on an exact line through the origin.
+    a = np.where(np.abs(a) < 1e-9 * y.max(), 0.0, a)
+    allowed = (a >= 0) & (b >= 0)
+    a, b = a[allowed], b[allowed]
+    miss = np.array([np.sum(np.abs(time - ai - bi * size) / time) for ai, bi in zip(a, b, strict=True)])
+    best = int(np.argmin(miss))
+    return float(a[best]), float(b[best])

@@ -1,0 +1,84 @@
+"""Which gradients PyTorch DDP puts together, exactly, given its size caps.
+
+Knows the bucketing rule of ``torch.distributed._compute_bucket_assignment_by_size`` (C++ in
+``torch/csrc/distributed/c10d/reducer.cpp``) and how ``bucket_cap_mb`` and ``bucket_cap_mb_list`` become its
+limits; imports no torch. All orders are gradient-ready orders: the ones that count from the second
+iteration on, when DDP rebuilds its buckets. With ``find_unused_parameters=True`` (and no static graph) DDP
+never rebuilds and this module does not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MIB = 2**20
+#: DDP without arguments: a small first bucket, so that communication starts early.
+DEFAULT_LIMITS = (1 * MIB, 25 * MIB)
+
+
+def assign(nbytes: Sequence[int], dtypes: Sequence[str], caps: Sequence[int]) -> list[list[int]]:
+    """Buckets of positions 0..n-1 for tensors of ``nbytes[i]`` bytes, ready in this order.
+
+    Every dtype fills a bucket of its own. A bucket closes as soon as its size reaches the dtype's current
+    cap (bytes), and the dtype moves on to the next cap, the last one staying. Closed buckets come in the
+    order they closed, then the unfinished ones, latest dtype first (the order of a hash map in DDP, seen
+    with libstdc++).
+
+    Raises:
+        ValueError: no caps, or columns of different length.
+    """
+    if not caps or len(nbytes) != len(dtypes):
+        raise ValueError("bucketing needs at least one cap, and one dtype per tensor")
+    done: list[list[int]] = []
+    filling: dict[str, list[int]] = {}
+    size: dict[str, int] = {}
+    turn: dict[str, int] = {}
+    for i, (n, dtype) in enumerate(zip(nbytes, dtypes, strict=True)):
+        filling.setdefault(dtype, []).append(i)
+        size[dtype] = size.get(dtype, 0) + n
+        cap = caps[min(turn.get(dtype, 0), len(caps) - 1)]
+        if size[dtype] >= cap:
+            done.append(filling[dtype])
+            filling[dtype], size[dtype], turn[dtype] = [], 0, turn.get(dtype, 0) + 1
+    return done + [bucket for bucket in reversed(filling.values()) if bucket]
+
+
+def limits_bytes(caps_mib: Sequence[float] | None, first_bytes: int | None = None) -> tuple[int, ...]:
+    """The limits DDP derives from its arguments.
+
+    ``caps_mib``: None for defaults, one number for ``bucket_cap_mb``, more for ``bucket_cap_mb_list``.
+    ``first_bytes``: the limit of the first bucket under ``bucket_cap_mb`` where torch fixes it (1 MiB,
+    whatever was asked, in older releases); None where the cap holds for the first bucket too.
+    """
+    if caps_mib is None:
+        return DEFAULT_LIMITS
+    caps = tuple(int(cap * MIB) for cap in caps_mib)
+    return (first_bytes, *caps) if len(caps) == 1 and first_bytes is not None else caps
+
+
+def caps_for(groups: Sequence[Sequence[int]], nbytes: Sequence[int], dtypes: Sequence[str]) -> list[float] | None:
+    """Caps in MiB that make DDP build exactly ``groups`` (lists of positions), or None.
+
+    The j-th cap must close the j-th bucket of every dtype: larger than the bucket without its last tensor,
+    at most the whole; only a dtype's last bucket may stay open. The caps are exact: ``int(cap * 2**20)`` is
+    a whole number of bytes, without rounding. Not expressible: mixed dtypes in a bucket, tensors skipped or
+    reordered, dtypes whose bucket sizes contradict each other, buckets of zero bytes.
+    """
+    wanted = [list(group) for group in groups]
+    if not all(wanted):
+        return None
+    sizes: dict[str, list[int]] = {}
+    for group in wanted:
+        sizes.setdefault(dtypes[group[0]], []).append(sum(nbytes[i] for i in group))
+    for last_open in (False, True):
+        # The largest cap that closes all it must: if it comes too late for none of them, no smaller one helps.
+        columns: list[list[int]] = []
+        for per_dtype in sizes.values():
+            closing = per_dtype[:-1] if last_open else per_dtype
+            columns += [[] for _ in range(len(per_dtype) - len(columns))]
+            for column, whole in zip(columns, closing, strict=False):
+                column.append(whole)
+        caps = [min(column) if column else sum(nbytes) + 1 for column in columns]
+        if caps and min(caps) > 0 and assign(nbytes, dtypes, caps) == wanted:
+            return [cap / MIB for cap in caps]
+    return None

@@ -1,0 +1,272 @@
+"""Tensor fusion: which gradients are synchronised together (dPRO section 5.1; DDP buckets, Horovod groups).
+
+Knows the graph's OUT and IN ops, its buckets, and the cost model in ``graph.info``; not who chooses a
+grouping. Conventions it relies on and keeps:
+
+* ``graph.info["sync"]`` is the :class:`~dpro.cost.sync.SyncModel`; ``graph.info["channel"]``, if there, the
+  name of the resource collectives run on; ``graph.info["launch_ns"]`` the host time one bucket's launch
+  costs, held in the duration of the OUT op of the bucket's last member; ``graph.info["main_resource"][rank]``
+  the id of the host resource that loses time while bytes move.
+* A bucket starts when all its members are ready on all ranks and the bucket before it is done: DDP launches
+  in order, and a channel runs one collective at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dpro.adapter import Knob
+from dpro.cost.sync import SyncModel
+from dpro.graph.graph import NO_RESOURCE, Bucket, Graph, OpKind
+from dpro.passes import ddp_buckets
+from dpro.passes.ddp_buckets import MIB
+
+#: Tensor ids per bucket, in launch order.
+Grouping = tuple[tuple[int, ...], ...]
+
+#: Contention is dealt out in pieces: fine enough to meet the ops it delays, few enough to stay cheap.
+PIECE_BYTES = 1 * MIB
+MAX_PIECES = 32
+
+
+def ready_order(graph: Graph) -> list[int]:
+    """Tensor ids in gradient-ready order; ids as they are where the order is not (wholly) known."""
+    ids = range(len(graph.tensors))
+    if any(tensor.ready < 0 for tensor in graph.tensors):
+        return list(ids)
+    return sorted(ids, key=lambda t: graph.tensors[t].ready)
+
+
+def add_collective(
+    graph: Graph,
+    tensors: Sequence[int],
+    nbytes: int,
+    after: Iterable[int],
+    before: Iterable[int],
+    model: SyncModel,
+) -> tuple[int, ...]:
+    """Add one bucket's synchronisation between the ops ``after`` and the ops ``before``. Returns its ops.
+
+    Without contention that is one COLLECTIVE op of ``model.time_ns(nbytes)``. With it
+    (``steal_ns_per_byte > 0``), a chain: the latency, then the transfer in at most 32 pieces of about 1 MiB;
+    as each piece starts, a LOCAL op of ``steal · piece`` becomes eligible on every rank's main host
+    resource, before compute. It delays compute that runs then, and nothing when the host is idle. The
+    chain lasts as long as the one op would.
+    """
+    channel = graph.resource(graph.info.get("channel", "group/default"))
+    lead = tensors[0] if tensors else -1
+    if not model.steal_ns_per_byte:
+        pieces, head_ns = 0, model.time_ns(nbytes)
+    else:
+        pieces, head_ns = min(MAX_PIECES, max(1, -(-nbytes // PIECE_BYTES))), round(model.latency_ns)
+    head = graph.add_op(
+        "all_reduce",
+        OpKind.COLLECTIVE,
+        resource=channel,
+        duration=head_ns,
+        tensor=lead,
+        nbytes=nbytes,
+        after=list(after),
+    )
+    ops = [head]
+    last = head
+    transfer_ns = model.time_ns(nbytes) - head_ns
+    steal_ns = round(model.steal_ns_per_byte * nbytes)
+    for piece in range(pieces):
+        for rank, resource in enumerate(_main_resources(graph)):
+            ops.append(
+                graph.add_op(
+                    "contention",
+                    OpKind.LOCAL,
+                    resource=resource,
+                    duration=_share(steal_ns, piece, pieces),
+                    priority=-1,
+                    rank=rank,
+                    after=[last],
+                )
+            )
+        # Priority -1: nothing else on the channel comes between the pieces of one collective.
+        last = graph.add_op(
+            "all_reduce.piece",
+            OpKind.COLLECTIVE,
+            resource=channel,
+            duration=_share(transfer_ns, piece, pieces),
+            priority=-1,
+            tensor=lead,
+            nbytes=_share(nbytes, piece, pieces),
+            after=[last],
+        )
+        ops.append(last)
+    for op in before:
+        graph.add_edge(last, op)
+    # The op whose end is the bucket's end comes last, for whoever chains on it.
+    return tuple(ops)
+
+
+class TensorFusion:
+    """Regroup the gradients of a graph. A candidate is a :data:`Grouping`; see the module text."""
+
+    name = "tensor_fusion"
+    knobs = frozenset({Knob.BUCKET_LIST, Knob.BUCKET_CAP})
+
+    def __init__(self) -> None:
+        self._wiring: WeakKeyDictionary[Graph, _Wiring] = WeakKeyDictionary()
+
+    def candidates(self, graph: Graph) -> Iterator[Grouping]:
+        """DDP's default and a few uniform caps, without repeats."""
+        seen: set[Grouping] = set()
+        limits = [ddp_buckets.DEFAULT_LIMITS, *((mib * MIB,) for mib in (4, 8, 2, 16, 1, 25, 50))]
+        for grouping in (ddp_grouping(graph, caps) for caps in limits):
+            if grouping and grouping not in seen:
+                seen.add(grouping)
+                yield grouping
+
+    def legal(self, graph: Graph, candidate: Grouping) -> bool:
+        """Whether DDP caps exist that give exactly this grouping (so: each tensor once, no mixed dtypes)."""
+        order = ready_order(graph)
+        place = {t: i for i, t in enumerate(order)}
+        if sorted(t for group in candidate for t in group) != sorted(order):
+            return False
+        nbytes, dtypes = [graph.tensors[t].nbytes for t in order], [graph.tensors[t].dtype for t in order]
+        return ddp_buckets.caps_for([[place[t] for t in group] for group in candidate], nbytes, dtypes) is not None
+
+    def apply(self, graph: Graph, candidate: Grouping) -> int:
+        """Replace all buckets by ``candidate``; returns the mark that undoes it.
+
+        ``()`` leaves the graph without synchronisation: what compute alone would take.
+
+        Raises:
+            ValueError: a group that is empty, or mixes dtypes.
+        """
+        if any(not group or len({graph.tensors[t].dtype for t in group}) > 1 for group in candidate):
+            raise ValueError("a bucket holds tensors, and all of one dtype")
+        if graph not in self._wiring:
+            self._wiring[graph] = _Wiring(graph)
+        wiring = self._wiring[graph]
+        model: SyncModel = graph.info["sync"]
+        mark = graph.mark()
+        graph.remove_ops([op for bucket in graph.buckets for op in bucket.ops])
+
+        launch_ns = round(graph.info.get("launch_ns", 0))
+        launches: dict[int, int] = {}
+        for sign, groups in ((-1, [bucket.tensors for bucket in graph.buckets]), (1, candidate)):
+            for op in (op for group in groups for op in wiring.last_outs(group)):
+                launches[op] = launches.get(op, 0) + sign * launch_ns
+        duration = graph.column("duration")
+        for op, delta in launches.items():
+            if delta:
+                # A captured op may be shorter than the typical launch that is taken out of it.
+                graph.set(op, "duration", max(0, int(duration[op]) + delta))
+
+        buckets: list[Bucket] = []
+        for group in candidate:
+            nbytes = sum(graph.tensors[t].nbytes for t in group)
+            after = wiring.outs(group)
+            if buckets:
+                after.append(buckets[-1].ops[-1])
+            ops = add_collective(graph, group, nbytes, after, wiring.ins(group), model)
+            buckets.append(Bucket(tensors=group, nbytes=nbytes, ops=ops))
+        graph.set_buckets(buckets)
+        return mark
+
+    def cost(self, graph: Graph, candidate: Grouping) -> float:
+        """Time on the channel, ns, plus the launches: what the grouping costs if nothing overlaps."""
+        model: SyncModel = graph.info["sync"]
+        sizes = [sum(graph.tensors[t].nbytes for t in group) for group in candidate]
+        return sum(map(model.time_ns, sizes)) + len(sizes) * float(graph.info.get("launch_ns", 0))
+
+
+def captured(graph: Graph) -> Grouping:
+    """The grouping in force, in launch order."""
+    return tuple(bucket.tensors for bucket in graph.buckets)
+
+
+def ddp_grouping(graph: Graph, limits: Sequence[int]) -> Grouping:
+    """The buckets that DDP makes of the graph's gradients under ``limits`` (bytes)."""
+    order = ready_order(graph)
+    if not order:
+        return ()
+    tensors = [graph.tensors[t] for t in order]
+    groups = ddp_buckets.assign([t.nbytes for t in tensors], [t.dtype for t in tensors], limits)
+    return tuple(tuple(order[i] for i in group) for group in groups)
+
+
+class _Wiring:
+    """Which OUT and IN ops a bucket must be tied to; the others are implied by the host thread's own order.
+
+    Ops on one resource that are joined by explicit edges form a chain. Of the OUT ops on a chain only the
+    last can matter, of the IN ops only the first: with that a regrouping costs edges per bucket, not per
+    tensor. Tensor fusion never touches the edges of a chain, so this holds for the graph's life.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._ranks = range(graph.ranks)
+        place = _chains(graph)
+        # (chain, place on it); an op on no chain is a chain of its own.
+        self._out = {key: (op, *place.get(op, (-1 - op, 0))) for key, op in graph.out_op.items()}
+        self._in = {key: (op, *place.get(op, (-1 - op, 0))) for key, op in graph.in_op.items()}
+        self._position = {t: i for i, t in enumerate(ready_order(graph))}
+
+    def outs(self, group: Sequence[int]) -> list[int]:
+        last: dict[int, tuple[int, int]] = {}
+        for found in self._find(self._out, group):
+            op, chain, place = found
+            if chain not in last or place > last[chain][0]:
+                last[chain] = (place, op)
+        return [op for _, op in last.values()]
+
+    def ins(self, group: Sequence[int]) -> list[int]:
+        first: dict[int, tuple[int, int]] = {}
+        for op, chain, place in self._find(self._in, group):
+            if chain not in first or place < first[chain][0]:
+                first[chain] = (place, op)
+        return [op for _, op in first.values()]
+
+    def last_outs(self, group: Sequence[int]) -> list[int]:
+        """Per rank, the OUT op that carries the bucket's launch."""
+        last = max(group, key=self._position.__getitem__)
+        return [self._out[rank, last][0] for rank in self._ranks if (rank, last) in self._out]
+
+    def _find(
+        self, table: dict[tuple[int, int], tuple[int, int, int]], group: Sequence[int]
+    ) -> Iterator[tuple[int, int, int]]:
+        for rank in self._ranks:
+            for tensor in group:
+                if (rank, tensor) in table:
+                    yield table[rank, tensor]
+
+
+def _chains(graph: Graph) -> dict[int, tuple[int, int]]:
+    """Op -> (chain id, place on it), by edges between ops of one resource. Each step is a real edge."""
+    resource = graph.column("resource").copy()
+    # A chain must not lead through a bucket's own ops: they come and go.
+    resource[[op for bucket in graph.buckets for op in bucket.ops]] = NO_RESOURCE
+    edges = graph.edges()
+    same = (resource[edges[:, 0]] == resource[edges[:, 1]]) & (resource[edges[:, 0]] != NO_RESOURCE)
+    following: dict[int, int] = {}
+    inner: set[int] = set()
+    for src, dst in edges[same].tolist():
+        if src not in following and dst not in inner:
+            following[src] = dst
+            inner.add(dst)
+    place: dict[int, tuple[int, int]] = {}
+    for start in following.keys() - inner:
+        op, n = start, 0
+        while True:
+            place[op] = (start, n)
+            if op not in following:
+                break
+            op, n = following[op], n + 1
+    return place
+
+
+def _share(total: int, piece: int, pieces: int) -> int:
+    """The piece's part of a whole; the parts add up exactly."""
+    return total * (piece + 1) // pieces - total * piece // pieces
+
+
+def _main_resources(graph: Graph) -> list[int]:
+    main: Any = graph.info["main_resource"]
+    return [main[rank] for rank in range(graph.ranks)]

@@ -1,0 +1,214 @@
+"""The search for better settings, in the spirit of dPRO's Algorithm 1: look where the critical path goes
+from computation to communication, propose by theorem and dynamic programming, let the replay decide.
+
+Knows knobs, plans and the pieces of this folder. Deterministic; stops early, with what it has, when its
+time is up; leaves the graph as it found it. It never proposes what the replay does not find faster than
+the settings in force.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dpro.adapter import Knob
+from dpro.graph.graph import Graph
+from dpro.passes.ddp_buckets import MIB
+from dpro.passes.tensor_fusion import Grouping, captured
+from dpro.plan import Plan
+from dpro.replay.engine import replay
+from dpro.search.defaults import HAND_TRIED_CAPS_MIB
+from dpro.search.judge import Judge, Verdict
+from dpro.search.tensor_fusion import Cuts, best_cuts, neighbours
+
+#: Replays granted to the dynamic programme's proposals, and to each round of hill climbing.
+JUDGED_PROPOSALS = 50
+JUDGED_NEIGHBOURS = 16
+#: With no more groupings than this all of them are replayed.
+EXHAUSTIVE = 64
+#: Uniform caps between total/128 and the total are spaced by about 12 %.
+SWEEP_POINTS = 44
+#: Below this difference two plans are the same, and the simpler one is kept.
+SAME = 0.001
+#: How much worse than the best a plan may be to be kept for being different.
+CLOSE = 0.03
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, the step it should give, and the buckets (tensor ids) behind it."""
+
+    name: str
+    plan: Plan
+    predicted_ms: float
+    groups: Grouping
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """``baseline_ms``: replay of the captured buckets, costed by the same model as the candidates.
+
+    ``candidates``: best first, all faster than the baseline, unlike each other; may be empty.
+    """
+
+    baseline_ms: float
+    candidates: list[Candidate] = field(default_factory=list)
+    evaluations: int = 0
+    seconds: float = 0.0
+    stopped: str = ""
+
+
+def optimize(
+    graph: Graph,
+    *,
+    knobs: set[Knob],
+    fingerprint: dict[str, str] | None = None,
+    time_budget_s: float = 10.0,
+    top: int = 3,
+) -> SearchResult:
+    """Find the DDP bucket caps that make the replayed step shortest.
+
+    Returns up to ``top`` plans that differ: the best list of caps, the best uniform cap, and further ones
+    with a clearly different number of buckets within 3 % of the best. With :attr:`Knob.BUCKET_CAP` alone
+    only uniform caps are considered. ``result.stopped`` says why the search ended.
+    """
+    began = time.monotonic()
+    nothing = _nothing_to_do(graph, knobs)
+    if nothing:
+        baseline_ms = replay(graph).makespan_ns / 1e6
+        return SearchResult(baseline_ms, evaluations=1, seconds=time.monotonic() - began, stopped=nothing)
+
+    judge = Judge(graph, began + time_budget_s)
+    baseline_ns = judge.step_ns(captured(graph))
+    _sweep_uniform(judge)
+    if Knob.BUCKET_LIST in knobs:
+        _search_lists(judge)
+    stopped = "time budget" if judge.out_of_time() else "no improvement left"
+    chosen = _choose([v for v in judge.verdicts.values() if v.step_ns < baseline_ns], top)
+    return SearchResult(
+        baseline_ms=baseline_ns / 1e6,
+        candidates=[_candidate(graph, v, knobs, fingerprint or {}, baseline_ns) for v in chosen],
+        evaluations=judge.evaluations,
+        seconds=time.monotonic() - began,
+        stopped=stopped,
+    )
+
+
+def _nothing_to_do(graph: Graph, knobs: set[Knob]) -> str:
+    if not knobs & {Knob.BUCKET_LIST, Knob.BUCKET_CAP}:
+        return "no knob for tensor fusion"
+    if not graph.buckets or not sum(tensor.nbytes for tensor in graph.tensors):
+        return "no gradients are synchronised in buckets"
+    if "sync" not in graph.info:
+        return "the cost of synchronisation is unknown"
+    return ""
+
+
+def _sweep_uniform(judge: Judge) -> None:
+    total = int(judge.cum_bytes[-1])
+    caps = [mib * MIB for mib in HAND_TRIED_CAPS_MIB]
+    caps += [_round_cap(cap) for cap in np.geomspace(max(1, total / 128), total, SWEEP_POINTS)] + [total]
+    _judge_uniform(judge, caps)
+    # Once more, finer, between the caps on both sides of the best.
+    tried = sorted(v.caps_bytes[0] for v in judge.verdicts.values())
+    best = tried.index(min(judge.verdicts.values(), key=lambda v: (v.step_ns, v.caps_bytes)).caps_bytes[0])
+    low, high = tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)]
+    _judge_uniform(judge, [_round_cap(cap) for cap in np.linspace(low, high, 10)])
+
+
+def _judge_uniform(judge: Judge, caps: Iterable[int]) -> None:
+    for cap in dict.fromkeys(caps):
+        # The first one is judged even without time, so that there is something to compare.
+        if judge.verdicts and judge.out_of_time():
+            return
+        judge.uniform(cap)
+
+
+def _round_cap(cap: float) -> int:
+    """To 1/16 MiB where that is fine enough: a number that a person can read and type."""
+    grain = MIB // 16 if cap >= MIB else 1
+    return max(grain, round(cap / grain) * grain)
+
+
+def _search_lists(judge: Judge) -> None:
+    n = len(judge.main)
+    if n <= EXHAUSTIVE.bit_length() and 2 ** (n - 1) <= EXHAUSTIVE:
+        for bits in range(2 ** (n - 1)):
+            if judge.out_of_time():
+                return
+            judge.cut((*(i + 1 for i in range(n - 1) if bits >> i & 1), n))
+        return
+    if judge.out_of_time():
+        return
+    timeline = judge.timeline()
+    starts = [judge.cuts_of(v.grouping) for v in _ranked(judge.verdicts.values())[:3]]
+    proposals = sorted(best_cuts(timeline), key=lambda cuts: (timeline.estimate_ns(cuts), cuts))
+    for cuts in [*starts, *proposals[:JUDGED_PROPOSALS]]:
+        if judge.out_of_time():
+            return
+        judge.cut(cuts)
+
+    # From the best few that are not alike.
+    climbed: set[Cuts] = set()
+    for verdict in _choose(list(judge.verdicts.values()), 3):
+        here = verdict
+        while True:
+            cuts = judge.cuts_of(here.grouping)
+            if cuts in climbed:
+                break
+            climbed.add(cuts)
+            ways = sorted(neighbours(timeline, cuts), key=lambda c: (timeline.estimate_ns(c), c))
+            found = here
+            for way in ways[:JUDGED_NEIGHBOURS]:
+                if judge.out_of_time():
+                    return
+                seen = judge.cut(way)
+                if seen is not None and seen.step_ns < found.step_ns:
+                    found = seen
+            if found is here:
+                break
+            here = found
+
+
+def _ranked(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Best first; of equals the one with fewer caps, then fewer buckets."""
+    return sorted(verdicts, key=lambda v: (v.step_ns, len(v.caps_bytes), len(v.grouping), v.caps_bytes))
+
+
+def _choose(verdicts: list[Verdict], top: int) -> list[Verdict]:
+    """The best, the best uniform one, and close ones with clearly different numbers of buckets."""
+    ranked = _ranked(verdicts)
+    if not ranked:
+        return []
+    best = ranked[0]
+    uniform = next((v for v in ranked if v.uniform), best)
+    # A list that is no better than a single number is not worth its length.
+    chosen = [uniform] if uniform.step_ns <= best.step_ns * (1 + SAME) else [best, uniform]
+    for verdict in ranked:
+        if verdict.step_ns > best.step_ns * (1 + CLOSE):
+            break
+        count = len(verdict.grouping)
+        if all(abs(count - len(other.grouping)) >= max(2, len(other.grouping) // 4) for other in chosen):
+            chosen.append(verdict)
+    return _ranked(chosen[:top])
+
+
+def _candidate(
+    graph: Graph, verdict: Verdict, knobs: set[Knob], fingerprint: dict[str, str], baseline_ns: int
+) -> Candidate:
+    caps = [cap / MIB for cap in verdict.caps_bytes]
+    count = len(verdict.grouping)
+    name = f"{count} buckets, sizes tuned" if len(caps) > 1 else f"uniform {caps[0]:.4g} MiB, {count} buckets"
+    if len(caps) == 1 and Knob.BUCKET_CAP not in knobs:
+        caps *= 2  # the same as a list, where only lists can be set
+    plan = Plan(
+        fingerprint=dict(fingerprint),
+        tensor_groups=[[graph.tensors[t].name for t in group] for group in verdict.grouping],
+        bucket_caps=caps,
+        predicted_ms=verdict.step_ns / 1e6,
+        baseline_ms=baseline_ns / 1e6,
+    )
+    return Candidate(name=name, plan=plan, predicted_ms=verdict.step_ns / 1e6, groups=verdict.grouping)

@@ -1,0 +1,24 @@
+"""What the libraries do when nobody tunes them: where a search starts, and what it must beat."""
+
+from __future__ import annotations
+
+from dpro.graph.graph import Graph
+from dpro.passes.ddp_buckets import DEFAULT_LIMITS, MIB, limits_bytes
+from dpro.passes.tensor_fusion import Grouping, ddp_grouping
+
+#: The uniform caps, MiB, that people try by hand (25 is DDP's default for all but the first bucket).
+HAND_TRIED_CAPS_MIB = (1, 2, 4, 8, 16, 25, 50)
+
+
+def ddp_default(graph: Graph) -> Grouping:
+    """PyTorch DDP without arguments: a first bucket of 1 MiB, then 25 MiB."""
+    return ddp_grouping(graph, DEFAULT_LIMITS)
+
+
+def ddp_uniform(graph: Graph, cap_bytes: int) -> Grouping:
+    """PyTorch DDP with ``bucket_cap_mb = cap_bytes / 2**20``.
+
+    ``graph.info["ddp_first_bucket_bytes"]`` is set by the adapter where torch keeps a first bucket of its own.
+    """
+    first = graph.info.get("ddp_first_bucket_bytes")
+    return ddp_grouping(graph, limits_bytes([cap_bytes / MIB], first))

@@ -1,0 +1,123 @@
+"""The replay as judge of DDP settings, with a memory and a deadline.
+
+Knows how a setting (caps in bytes, as DDP takes them) becomes buckets and what the replay says of them;
+not which settings are worth asking about. The graph is edited and restored for every question, never
+copied. Caps are the search variable, not groupings: whatever they give, DDP can do, mixed dtypes included.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpro.graph.graph import Graph
+from dpro.passes.tensor_fusion import Grouping, TensorFusion, ddp_grouping, ready_order
+from dpro.replay.engine import replay
+from dpro.search.defaults import ddp_uniform
+from dpro.search.tensor_fusion import Cuts, Timeline
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One setting, what DDP makes of it, and the step it gives. One cap is uniform, more are a list."""
+
+    caps_bytes: tuple[int, ...]
+    grouping: Grouping
+    step_ns: int
+
+    @property
+    def uniform(self) -> bool:
+        return len(set(self.caps_bytes)) == 1
+
+
+class Judge:
+    """See the module text. ``main`` are the positions of the dtype with most bytes, in ready order: cuts,
+    as :mod:`dpro.search.tensor_fusion` writes them, count these; other dtypes follow the caps that result.
+    """
+
+    def __init__(self, graph: Graph, deadline_s: float) -> None:
+        self.graph = graph
+        self.evaluations = 0
+        self.verdicts: dict[tuple[int, ...], Verdict] = {}
+        self._deadline_s = deadline_s
+        self._fusion = TensorFusion()
+        self._times: dict[Grouping, int] = {}
+        order = ready_order(graph)
+        bytes_of: dict[str, int] = {}
+        for t in order:
+            bytes_of[graph.tensors[t].dtype] = bytes_of.get(graph.tensors[t].dtype, 0) + graph.tensors[t].nbytes
+        main = max(bytes_of, key=bytes_of.__getitem__)
+        self.main = [t for t in order if graph.tensors[t].dtype == main]
+        self.single_dtype = len(bytes_of) == 1
+        self.cum_bytes = np.concatenate([[0], np.cumsum([graph.tensors[t].nbytes for t in self.main])])
+
+    def out_of_time(self) -> bool:
+        """Whether the time is up. Nothing enforces it but the search."""
+        return time.monotonic() >= self._deadline_s
+
+    def step_ns(self, grouping: Grouping) -> int:
+        """Replayed length of the step with these buckets."""
+        if grouping not in self._times:
+            mark = self._fusion.apply(self.graph, grouping)
+            try:
+                self._times[grouping] = replay(self.graph).makespan_ns
+            finally:
+                self.graph.undo(mark)
+            self.evaluations += 1
+        return self._times[grouping]
+
+    def uniform(self, cap_bytes: int) -> Verdict:
+        """DDP with ``bucket_cap_mb``."""
+        return self._judge((cap_bytes,), ddp_uniform(self.graph, cap_bytes))
+
+    def cut(self, cuts: Cuts) -> Verdict | None:
+        """DDP with the list of caps that ends buckets at ``cuts``; None where a bucket would be empty."""
+        caps = tuple(np.diff(self.cum_bytes[[0, *cuts]]).tolist())
+        if min(caps) <= 0:
+            return None
+        if len(caps) == 1:
+            return self.uniform(caps[0])
+        return self._judge(caps, ddp_grouping(self.graph, caps))
+
+    def cuts_of(self, grouping: Grouping) -> Cuts:
+        """The cuts of a grouping, by its buckets of the main dtype."""
+        main = set(self.main)
+        sizes = [len(group) for group in grouping if group[0] in main]
+        return tuple(np.cumsum(sizes).tolist())
+
+    def timeline(self) -> Timeline:
+        """The step without synchronisation, for estimates: one replay."""
+        graph = self.graph
+        mark = self._fusion.apply(graph, ())
+        try:
+            played, arrays = replay(graph), graph.arrays()
+        finally:
+            graph.undo(mark)
+        row = {op: i for i, op in enumerate(arrays.ids.tolist())}
+        ranks = range(graph.ranks)
+
+        def latest(table: dict[tuple[int, int], int], times: object, tensor: int, otherwise: int) -> int:
+            found = [int(times[row[table[r, tensor]]]) for r in ranks if (r, tensor) in table]  # type: ignore[index]
+            return max(found, default=otherwise)
+
+        ready = np.maximum.accumulate([latest(graph.out_op, played.end, t, 0) for t in self.main])
+        begin = [latest(graph.in_op, played.start, t, played.makespan_ns) for t in self.main]
+        handed = np.maximum.accumulate([latest(graph.in_op, played.end, t, played.makespan_ns) for t in self.main])
+        host = max(begin[0], int(ready[-1]))
+        copies = np.concatenate([[0], np.maximum(handed - host, 0)])
+        return Timeline(
+            ready_ns=ready,
+            cum_bytes=self.cum_bytes,
+            cum_copy_ns=copies,
+            host_ns=float(host),
+            rest_ns=float(max(0, played.makespan_ns - int(handed[-1]))),
+            launch_ns=float(graph.info.get("launch_ns", 0)),
+            model=graph.info["sync"],
+        )
+
+    def _judge(self, caps: tuple[int, ...], grouping: Grouping) -> Verdict:
+        if caps not in self.verdicts:
+            self.verdicts[caps] = Verdict(caps, grouping, self.step_ns(grouping))
+        return self.verdicts[caps]
