@@ -38,13 +38,18 @@ def test_imports_no_framework() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "status"), [(None, "ok"), ("apply", "ok"), ("observe", "ok"), ("yes please", "warn"), ("", "warn")]
+    ("value", "status"), [(None, "ok"), ("apply", "ok"), ("observe", "ok"), ("yes please", "warn"), ("0", "ok")]
 )
 def test_dpro_variable(monkeypatch: pytest.MonkeyPatch, value: str | None, status: str) -> None:
     monkeypatch.delenv("DPRO", raising=False)
     if value is not None:
         monkeypatch.setenv("DPRO", value)
     assert by_name()["DPRO"].status == status
+
+
+def test_a_setting_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPRO_WARMUP_STEPS", "many")
+    assert "DPRO_WARMUP_STEPS" in by_name()["DPRO"].todo
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpro.errors import DproError
+from dpro.settings import Settings, active
+
 #: distribution names; the first one installed of each tuple is reported
 _PACKAGES = (
     ("numpy",),
@@ -28,7 +31,6 @@ _PACKAGES = (
     ("horovod",),
     ("byteps",),
 )
-_MODES = ("observe", "suggest", "apply")
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,19 @@ def _activation() -> Iterator[Finding]:
         yield Finding("DPRO= activation", "warn", "no .pth file installed", todo)
     else:
         yield Finding("DPRO= activation", "ok", hook.name)
-    value = os.environ.get("DPRO")
-    if value is None:
-        yield Finding("DPRO", "ok", "not set: dpro stays out of jobs")
-    elif value.split(",")[0].strip().lower() in _MODES:
-        yield Finding("DPRO", "ok", value)
+    shown = " ".join(f"{key}={value}" for key, value in sorted(os.environ.items()) if _is_ours(key))
+    try:
+        mode = Settings.from_env().mode
+    except DproError as error:
+        yield Finding("DPRO", "warn", shown, str(error))
     else:
-        yield Finding("DPRO", "warn", value, f"known modes: {', '.join(_MODES)}")
+        yield Finding(
+            "DPRO", "ok", f"{shown} ({mode})" if active() else f"{shown or 'not set'}: dpro stays out of jobs"
+        )
+
+
+def _is_ours(key: str) -> bool:
+    return key == "DPRO" or (key.startswith("DPRO_") and key != "DPRO_DEBUG")
 
 
 def _activates(path: Path) -> bool:

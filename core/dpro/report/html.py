@@ -28,7 +28,8 @@ h2{margin:2.2rem 0 .7rem;font-size:1.05rem}
 .dim{color:var(--dim)} .good{color:var(--good)} .bad{color:var(--bad)}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.8rem;margin-top:1.4rem}
 .card{background:var(--card);border:1px solid var(--line);border-radius:.7rem;padding:.85rem 1rem}
-.card b{display:block;font-size:1.5rem;font-weight:650;font-variant-numeric:tabular-nums;line-height:1.3}
+.card b{display:block;white-space:nowrap;font-size:1.3rem;font-weight:650;
+font-variant-numeric:tabular-nums;line-height:1.3}
 .card span{color:var(--dim);font-size:.85rem}
 .bar{display:flex;height:1.7rem;border-radius:.45rem;overflow:hidden;gap:2px;background:var(--line)}
 .legend{display:flex;flex-wrap:wrap;gap:.3rem 1.4rem;margin-top:.6rem;font-size:.9rem}
@@ -128,7 +129,8 @@ def _top(summary: Summary) -> str:
 def _arms(arms: Sequence[ArmRow], verdict: str) -> str:
     if not arms:
         return ""
-    tone = {"KEPT": "good", "ABORTED": "bad", "ROLLED_BACK": "bad"}.get(verdict, "")
+    word = verdict.replace("_", " ")
+    tone = {"KEPT": "good", "STEPPED ASIDE": "bad", "ROLLED BACK": "bad"}.get(word, "")
     rows = "".join(
         f'<tr><td class="name">{_text(arm.name)}</td><td>{_ms(arm.predicted_ms)}</td><td>{_ms(arm.measured_ms)}</td>'
         f"<td>{'' if arm.spread_ms is None else f'± {arm.spread_ms:.2f}'}</td>"
@@ -136,7 +138,7 @@ def _arms(arms: Sequence[ArmRow], verdict: str) -> str:
         for arm in arms
     )
     head = "<tr><th>ms per step</th><th>predicted</th><th>measured</th><th></th><th>speed</th><th></th></tr>"
-    heading = f'<h2>Verdict: <span class="{tone}">{escape(verdict.replace("_", " "))}</span></h2>'
+    heading = f'<h2>Verdict: <span class="{tone}">{escape(word)}</span></h2>'
     return f'{heading}\n<div class="scroll"><table>\n{head}\n{rows}</table></div>'
 
 

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from dpro.report.diff import OpChange
 
 #: Colour of a verdict or finding; any other word is shown in the terminal's own colour.
-_STYLES = {
+STYLES = {
     "KEPT": "bold green",
-    "ROLLED_BACK": "bold yellow",
+    "ROLLED BACK": "bold yellow",
+    "NO BETTER PLAN": "bold cyan",
     "SUGGESTED": "bold cyan",
     "OBSERVED": "bold cyan",
-    "ABORTED": "bold red",
+    "STEPPED ASIDE": "bold red",
     "ok": "green",
     "note": "cyan",
     "warn": "yellow",
@@ -52,7 +53,8 @@ def verdict_table(rows: Sequence[ArmRow], verdict: str, notes: Sequence[str] = (
     from rich.text import Text
 
     best = max((row.ratio for row in rows if row.ratio is not None), default=None)
-    title = Text.assemble("dpro  ", (verdict.replace("_", " "), _STYLES.get(verdict, "bold")))
+    word = verdict.replace("_", " ")
+    title = Text.assemble("dpro  ", (word, STYLES.get(word, "bold")))
     table = _table("ms/step", "predicted", "measured", "", "speed", "", title=title)
     table.columns[3].style = "dim"
     for row in rows:
@@ -137,7 +139,7 @@ def findings_table(rows: Sequence[tuple[str, str, str, str]], title: str = "") -
     for column in table.columns:
         column.justify, column.overflow = "left", "fold"
     for status, what, found, todo in rows:
-        table.add_row(Text(status, style=_STYLES.get(status, "")), what, plain(found), plain(todo))
+        table.add_row(Text(status, style=STYLES.get(status, "")), what, plain(found), plain(todo))
     return table
 
 
