@@ -9,6 +9,7 @@ dpro they are on the rank's ``CLOCK_MONOTONIC``, in imported files on whatever c
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -46,10 +47,12 @@ class EventKind(IntEnum):
 #: step:      index into RankTrace.step_bounds, -1 outside every step
 #: flow:      joins cause and effect: a launch and its kernel carry the same id; -1 none
 #: nbytes:    payload of a collective, copy or message; -1 unknown
-#: peer:      the other rank of a message; -1 none
+#: peer:      the other rank of a message; of a STREAM_WAIT or SYNC the stream (resource) made to wait
+#:            or waited for; -1 none
 #: offset:    first byte on the directed stream of a message; -1 none
 #: tensor:    index into RankTrace.tensors; -1 none
-#: link:      forward<->backward sequence number; -1 none
+#: link:      forward<->backward sequence number; of a STREAM_WAIT or event SYNC the stream (resource)
+#:            whose event it waits for, with the EVENT_RECORD's id in `flow` where known; -1 none
 COLUMNS: dict[str, str] = {
     "name": "i4",
     "kind": "u1",
@@ -146,6 +149,19 @@ class RankTrace:
         """Duration of every captured step, ns."""
         return self.step_bounds[:, 1] - self.step_bounds[:, 0]
 
+    def assign_steps(self) -> None:
+        """Fill the ``step`` column from ``step_bounds`` (an event belongs where it starts)."""
+        if len(self.step_bounds):
+            step = np.searchsorted(self.step_bounds[:, 0], self.start, side="right") - 1
+            inside = (step >= 0) & (self.start < self.step_bounds[np.maximum(step, 0), 1])
+            self.columns["step"] = np.where(inside, step, -1).astype(np.int32)
+
+    def shift(self, offset_ns: int) -> None:
+        """Move every time by ``offset_ns`` (another clock's zero)."""
+        self.columns["start"] = self.start + offset_ns
+        self.columns["end"] = self.end + offset_ns
+        self.step_bounds = self.step_bounds + offset_ns
+
     def save(self, path: Path | IO[bytes]) -> None:
         """Write one compressed ``.npz`` (numbers as arrays, the rest as JSON; nothing pickled)."""
         side = {
@@ -199,7 +215,7 @@ class TraceBuilder:
         self.meta = meta
         self.warnings: list[str] = []
         self.tensors: list[Tensor] = []
-        self._rows: dict[str, list[int]] = {key: [] for key in COLUMNS}
+        self._rows = {key: array("q") for key in COLUMNS}  # 8 bytes a number: traces have millions
         self._names: dict[str, int] = {}
         self._resources: dict[str, int] = {}
         self._collectives: dict[int, Collective] = {}
@@ -243,13 +259,9 @@ class TraceBuilder:
         order = np.lexsort((-columns["end"], columns["start"]))
         columns = {key: column[order] for key, column in columns.items()}
         bounds = np.asarray(sorted(step_bounds), dtype=np.int64).reshape(-1, 2)
-        if len(bounds):
-            step = np.searchsorted(bounds[:, 0], columns["start"], side="right") - 1
-            inside = (step >= 0) & (columns["start"] < bounds[np.maximum(step, 0), 1])
-            columns["step"] = np.where(inside, step, -1).astype(np.int32)
         place = np.empty(len(order), dtype=np.int64)
         place[order] = np.arange(len(order))
-        return RankTrace(
+        trace = RankTrace(
             meta=self.meta,
             columns=columns,
             names=list(self._names),
@@ -259,3 +271,5 @@ class TraceBuilder:
             collectives={int(place[k]): c for k, c in self._collectives.items()},
             warnings=self.warnings,
         )
+        trace.assign_steps()
+        return trace

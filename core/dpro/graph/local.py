@@ -1,0 +1,311 @@
+"""One rank's ops and their dependencies inside a window of time.
+
+Edges: order within a host thread; launch → kernel; order in a stream; event record → stream wait;
+device work → the host call that waits for it (synchronise, blocking copies, a full launch queue);
+forward thread → backward thread and back. Waiting is taken out of the duration of the op that
+waited. What a trace does not say (older ones do not name the stream of a wait) is inferred from
+what ended just before, and only as an edge that the measured times obey.
+
+``Meta.contention`` is not read here yet; no key is defined.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpro.graph.ddp import add_gradients, add_host_collectives
+from dpro.graph.draft import DraftOp, Local
+from dpro.graph.graph import OpKind
+from dpro.graph.threads import COPY_BACK, ENQUEUE_PREFIX, chain, host_threads
+from dpro.trace.model import EventKind, RankTrace
+
+#: Clocks of host and device agree to about this much in one trace.
+_TOLERANCE_NS = 2_000
+#: CUDA lets about 1,024 launches be outstanding on a stream; then the next call blocks.
+_QUEUE_DEPTH = 1_000
+_DEVICE_KINDS = (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE)
+
+
+def build_local(trace: RankTrace, begin: int, end: int, rank: int | None = None) -> Local:
+    """Ops of ``trace`` for the window [begin, end) ns of its own clock.
+
+    Host ops belong where they start, device ops where their launch started; device work launched
+    earlier and still running at ``begin`` is carried in as ops that start with the window.
+
+    Args:
+        rank: number used in names; the trace's own where None.
+    """
+    rank = max(trace.meta.rank, 0) if rank is None else rank
+    threads = host_threads(trace, begin, end)
+    main = _main_thread(trace, threads)
+    name = f"rank{rank}/{trace.resources[main]}" if main is not None else f"rank{rank}/cpu/main"
+    local = Local(
+        rank=rank,
+        begin=begin,
+        end=end,
+        main=name,
+        first=DraftOp("step begin", OpKind.LOCAL, name, begin, begin, 0),
+        last=DraftOp("step end", OpKind.LOCAL, name, end, end, 0),
+    )
+    device = _device_rows(trace, begin, end)
+    flows = set(trace.flow[device].tolist()) - {-1}
+    # On the host alone an enqueued collective or a copy back is one thing; beside a device they launch.
+    on_device = any(name.startswith("stream/") for name in trace.resources)
+    enqueues = {i for i, n in enumerate(trace.names) if n.startswith(ENQUEUE_PREFIX) and n.endswith("_")}
+    whole_names = set() if on_device else enqueues | {i for i, n in enumerate(trace.names) if n == COPY_BACK}
+    cut_kinds = {int(k) for k in (EventKind.SYNC, EventKind.EVENT_RECORD, EventKind.STREAM_WAIT)}
+
+    def cuts(row: int) -> bool:
+        kind = trace.kind[row]
+        if kind == EventKind.CPU_OP:
+            return int(trace.name[row]) in enqueues
+        return int(kind) in cut_kinds if kind != EventKind.RUNTIME else int(trace.flow[row]) in flows
+
+    def whole(row: int) -> bool:
+        return int(trace.name[row]) in whole_names
+
+    for thread, rows in threads.items():
+        local.chains[f"rank{rank}/{trace.resources[thread]}"] = chain(trace, rows, cuts, whole, rank)
+    local.chains.setdefault(name, [])
+    add_gradients(trace, local, threads.get(main, []) if main is not None else [])
+    for thread_name, ops in local.chains.items():
+        for before, op in zip(ops, ops[1:]):
+            op.after(before)
+        if thread_name == name:
+            if ops:
+                ops[0].after(local.first)
+            local.last.after(ops[-1] if ops else local.first)
+    _hand_over(local)
+    _Device(trace, local, device).build()
+    add_host_collectives(trace, local, begin, end)
+    host = [op for ops in local.chains.values() for op in ops]
+    local.ops = [local.first, *host, *local.ops, local.last]
+    for op in local.ops:
+        if op.collective >= 0:
+            local.collectives.append(op)
+    local.collectives.sort(key=lambda op: op.start)
+    return local
+
+
+def _main_thread(trace: RankTrace, threads: dict[int, list[int]]) -> int | None:
+    """The thread that carries the step marks; else the one busy first."""
+    marks = [i for i in np.flatnonzero(trace.kind == EventKind.ANNOTATION).tolist()]
+    for prefix in ("ProfilerStep", "Optimizer."):
+        for i in marks:
+            if trace.names[trace.name[i]].startswith(prefix) and int(trace.resource[i]) in threads:
+                return int(trace.resource[i])
+    return min(threads, key=lambda t: trace.start[threads[t][0]], default=None)
+
+
+def _device_rows(trace: RankTrace, begin: int, end: int) -> list[int]:
+    """Device rows of the window, see :func:`build_local`."""
+    calls = np.flatnonzero(np.isin(trace.kind, (EventKind.RUNTIME, EventKind.SYNC)))
+    called = dict(zip(trace.flow[calls].tolist(), trace.start[calls].tolist()))
+    called.pop(-1, None)
+    out = []
+    rows = np.flatnonzero(np.isin(trace.kind, _DEVICE_KINDS))
+    for row in rows.tolist():
+        if not trace.resources[trace.resource[row]].startswith("stream/"):
+            continue
+        launched = called.get(int(trace.flow[row]), int(trace.start[row]))
+        if launched < end and (launched >= begin or trace.end[row] > begin):
+            out.append(row)
+    return out
+
+
+def _hand_over(local: Local) -> None:
+    """Join worker threads to the main one where the main thread is silent because it waits for them.
+
+    ``backward()`` leaves no event on the calling thread: it is a silence filled by the autograd
+    thread. Where a worker's ops fill at least half of a silence, the first follows what the main
+    thread did before and the main thread goes on after the last.
+    """
+    main = [local.first, *local.chains[local.main], local.last]
+    starts = [op.start for op in main]
+    for thread, ops in local.chains.items():
+        if thread == local.main:
+            continue
+        groups: dict[int, list[DraftOp]] = {}
+        for op in ops:
+            after = bisect_left(starts, op.end - _TOLERANCE_NS)
+            if 0 < after < len(main) and main[after - 1].end <= op.start + _TOLERANCE_NS:
+                groups.setdefault(after, []).append(op)
+        for after, group in groups.items():
+            before, then = main[after - 1], main[after]
+            if 2 * sum(op.end - op.start for op in group) >= then.start - before.end:
+                group[0].after(before)
+                then.after(group[-1])
+
+
+@dataclass(slots=True)
+class _Launch:
+    """A device op with the host call that launched it (None: not seen)."""
+
+    op: DraftOp
+    row: int
+    call: int  # time of the call, own start where unknown
+    host: DraftOp | None
+
+
+class _Device:
+    """Puts device ops into a :class:`Local` and ties them to the host."""
+
+    def __init__(self, trace: RankTrace, local: Local, rows: list[int]) -> None:
+        self.trace, self.local = trace, local
+        self.streams: dict[int, list[_Launch]] = {}
+        #: host row -> its op; only rows that opened an op can be launched from or waited on
+        self.host: dict[int, DraftOp] = {}
+        for ops in local.chains.values():
+            for op in ops:
+                for row in op.rows:
+                    self.host.setdefault(row, op)
+        self.rows = rows
+
+    def build(self) -> None:
+        self._make_ops()
+        self._stream_waits()
+        self._host_waits()
+        self._full_queue()
+
+    def _make_ops(self) -> None:
+        trace, local = self.trace, self.local
+        calls = np.flatnonzero(np.isin(trace.kind, (EventKind.RUNTIME, EventKind.SYNC)))
+        call_of = dict(zip(trace.flow[calls].tolist(), calls.tolist()))
+        call_of.pop(-1, None)
+        last: dict[int, DraftOp] = {}
+        for row in self.rows:
+            stream = int(trace.resource[row])
+            call = call_of.get(int(trace.flow[row]))
+            host = self.host.get(call) if call is not None else None
+            before = last.get(stream)
+            start = max(int(trace.start[row]), before.end if before else local.begin)
+            end = max(start, int(trace.end[row]))
+            is_collective = trace.kind[row] == EventKind.COLLECTIVE
+            kind = host.kind if host is not None else OpKind.FORWARD
+            if is_collective or trace.kind[row] == EventKind.MEMCPY:
+                kind = OpKind.COLLECTIVE if is_collective else OpKind.LOCAL
+            op = DraftOp(
+                name=trace.names[trace.name[row]],
+                kind=kind,
+                resource=f"rank{local.rank}/{trace.resources[stream]}",
+                start=start,
+                end=end,
+                duration=end - start,
+                nbytes=int(trace.nbytes[row]),
+                collective=row if is_collective else -1,
+            )
+            op.after(before)
+            if host is not None:
+                # The kernel may run before the call returns: it follows what the call followed.
+                op.after(*host.preds)
+            last[stream] = op
+            launched = int(trace.start[call]) if call is not None else start
+            self.streams.setdefault(stream, []).append(_Launch(op, row, launched, host))
+            local.ops.append(op)
+        self.called = {s: [x.call for x in items] for s, items in self.streams.items()}
+
+    def _last_before(self, stream: int, instant: int) -> DraftOp | None:
+        """Last op on a stream whose launch came before ``instant``."""
+        calls = self.called.get(stream)
+        if not calls:
+            return None
+        at = bisect_left(calls, instant)
+        return self.streams[stream][at - 1].op if at else None
+
+    def _next_after(self, stream: int, instant: int) -> DraftOp | None:
+        calls = self.called.get(stream)
+        if not calls:
+            return None
+        at = bisect_right(calls, instant)
+        return self.streams[stream][at].op if at < len(calls) else None
+
+    def _stream_waits(self) -> None:
+        """The next op on the waiting stream follows what the awaited event had recorded."""
+        trace = self.trace
+        record = np.flatnonzero(trace.kind == EventKind.EVENT_RECORD)
+        recorded = dict(zip(trace.flow[record].tolist(), trace.start[record].tolist()))
+        by_thread: dict[str, list[tuple[int, int]]] = {}
+        for stream, items in self.streams.items():
+            for item in items:
+                if item.host is not None:
+                    by_thread.setdefault(item.host.resource, []).append((item.call, stream))
+        for calls in by_thread.values():
+            calls.sort()
+        for row in np.flatnonzero(trace.kind == EventKind.STREAM_WAIT).tolist():
+            host = self.host.get(row)
+            if host is None:
+                continue
+            at = int(trace.start[row])
+            target, source = int(trace.peer[row]), int(trace.link[row])
+            if target < 0:  # not told: the stream this thread launches on next
+                calls = by_thread.get(host.resource, [])
+                following = bisect_right(calls, (at, -1))
+                if following == len(calls):
+                    continue
+                target = calls[following][1]
+            op = self._next_after(target, at)
+            if op is None:
+                continue
+            if source >= 0:
+                when = recorded.get(int(trace.flow[row]), at) if trace.flow[row] >= 0 else at
+                sources = [self._last_before(source, when)]
+            else:
+                sources = [self._latest_by(op.start, at, leave_out=target)]
+            op.after(*(s for s in sources if s is not None and s.end <= op.start + _TOLERANCE_NS))
+
+    def _latest_by(self, instant: int, launched_before: int, leave_out: int = -1) -> DraftOp | None:
+        """Among the last launched ops of the streams, the one that ended last before ``instant``."""
+        found = [self._last_before(s, launched_before) for s in self.streams if s != leave_out]
+        ended = [op for op in found if op is not None and op.end <= instant + _TOLERANCE_NS]
+        return max(ended, key=lambda op: op.end, default=None)
+
+    def _host_waits(self) -> None:
+        """Synchronising calls and blocking copies end after the device work they wait for."""
+        trace = self.trace
+        for row in np.flatnonzero(trace.kind == EventKind.SYNC).tolist():
+            host = self.host.get(row)
+            if host is None:
+                continue
+            at, until = int(trace.start[row]), int(trace.end[row])
+            name = trace.names[trace.name[row]]
+            if "Device" in name or "Ctx" in name:
+                awaited = [self._last_before(s, at) for s in self.streams]
+            elif trace.peer[row] >= 0 and "Stream" in name:
+                awaited = [self._last_before(int(trace.peer[row]), at)]
+            else:
+                awaited = [self._latest_by(until, at)]
+            self._wait(host, [op for op in awaited if op is not None and op.end <= until + _TOLERANCE_NS])
+        for items in self.streams.values():
+            for item in items:
+                if item.host is None or trace.kind[item.row] != EventKind.MEMCPY:
+                    continue
+                blocking = "DtoH" in item.op.name or "Pageable" in item.op.name
+                if blocking and item.op.end <= item.host.end + _TOLERANCE_NS:
+                    self._wait(item.host, [item.op])
+
+    def _wait(self, host: DraftOp, awaited: list[DraftOp]) -> None:
+        for op in awaited:
+            if host not in op.preds:
+                host.after(op)
+                host.wait_until(op.end)
+
+    def _full_queue(self) -> None:
+        """Launches that block because the queue is full follow the device op that made room."""
+        items = sorted((x for xs in self.streams.values() for x in xs if x.host is not None), key=lambda x: x.call)
+        if len(items) < _QUEUE_DEPTH:
+            return
+        ends = sorted((x.op.end, i) for i, x in enumerate(items))
+        finish = [end for end, _ in ends]
+        typical = float(np.median([x.host.duration for x in items if x.host is not None]))
+        for number, item in enumerate(items):
+            host = item.host
+            assert host is not None
+            if number - bisect_right(finish, host.start) < _QUEUE_DEPTH or host.duration <= 1.5 * typical:
+                continue
+            at = bisect_right(finish, host.end) - 1
+            freed = items[ends[at][1]]
+            if freed.call < item.call and finish[at] > host.start:
+                self._wait(host, [freed.op])

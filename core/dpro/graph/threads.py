@@ -1,0 +1,173 @@
+"""Host threads: from nested profiler events to a chain of ops that do not overlap.
+
+Every instant of a thread belongs to the innermost event that covers it. Those pieces are merged
+again while they are short, but never across an instant that something else hangs on: a kernel
+launch, a synchronisation, a collective being enqueued, a gradient becoming ready. Ranges that only
+annotate (ProfilerStep, Optimizer.step) take no time of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpro.graph.draft import DraftOp
+from dpro.graph.graph import OpKind
+from dpro.trace.model import EventKind, RankTrace
+
+#: Pieces at least this long stay ops of their own, so that what-ifs by name can reach them.
+_OWN_OP_NS = 20_000
+BACKWARD_PREFIX = "autograd::engine::evaluate_function"
+ACCUMULATE = BACKWARD_PREFIX + ": torch::autograd::AccumulateGrad"
+COPY_BACK = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
+ENQUEUE_PREFIX = "c10d::"
+
+_HOST_KINDS = (
+    EventKind.CPU_OP,
+    EventKind.RUNTIME,
+    EventKind.SYNC,
+    EventKind.EVENT_RECORD,
+    EventKind.STREAM_WAIT,
+)
+
+
+@dataclass(slots=True)
+class _Piece:
+    start: int
+    end: int
+    owner: int  # innermost row
+    label: int  # innermost framework op, else owner
+    top: int  # outermost row
+
+
+def host_threads(trace: RankTrace, begin: int, end: int) -> dict[int, list[int]]:
+    """Host rows that start in [begin, end) by thread (resource index), threads with work only.
+
+    A thread that neither runs framework ops nor launches anything (a watchdog that polls events)
+    is left out: nothing ever waits for it.
+    """
+    inside = np.isin(trace.kind, _HOST_KINDS) & (trace.start >= begin) & (trace.start < end)
+    rows = np.flatnonzero(inside)
+    device = np.isin(trace.kind, (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE)) & (trace.flow >= 0)
+    launches = np.isin(trace.flow, trace.flow[device]) & (trace.kind == EventKind.RUNTIME)
+    works = (trace.kind == EventKind.CPU_OP) | launches
+    out: dict[int, list[int]] = {}
+    for thread in np.unique(trace.resource[rows]).tolist():
+        mine = rows[trace.resource[rows] == thread]
+        if works[mine].any():
+            out[thread] = mine.tolist()
+    return out
+
+
+def chain(
+    trace: RankTrace, rows: list[int], cuts: Callable[[int], bool], whole: Callable[[int], bool], rank: int
+) -> list[DraftOp]:
+    """Ops of one thread in order, not yet joined by edges.
+
+    Args:
+        rows: event rows of the thread, sorted by start, longer first.
+        cuts: rows for which this is true are never merged with what is before, after or inside.
+        whole: rows for which this is true become one op with everything inside.
+        rank: for the resource name.
+    """
+    updates = _update_ranges(trace, rows)
+    resource = f"rank{rank}/{trace.resources[trace.resource[rows[0]]]}"
+    overhead = trace.meta.event_overhead_ns
+    out: list[DraftOp] = []
+    begun: set[int] = set()  # rows already counted for overhead
+    spans: list[list[_Piece]] = []
+    pieces, absorbed = _pieces(trace, rows, whole)
+    for piece in pieces:
+        if spans and _joins(spans[-1], piece, cuts):
+            spans[-1].append(piece)
+        else:
+            spans.append([piece])
+    for span in spans:
+        longest = max(span, key=lambda p: p.end - p.start)
+        fresh = [p.owner for p in span if p.owner not in begun]
+        begun.update(fresh)
+        start, end = span[0].start, span[-1].end
+        name = trace.names[trace.name[longest.label]]
+        events = len(fresh) + sum(absorbed[row] for row in fresh)
+        duration = max(0, end - start - round(overhead * events))
+        kind = _kind(trace, span[0], name, updates)
+        out.append(DraftOp(name, kind, resource, start, end, duration, rows=[p.owner for p in span]))
+    return out
+
+
+def _joins(span: list[_Piece], piece: _Piece, cuts: Callable[[int], bool]) -> bool:
+    """May the piece go on with the span's op?"""
+    last = span[-1]
+    if piece.top != last.top or piece.start > last.end:
+        return False
+    if piece.owner == last.owner:
+        return True
+    if cuts(piece.owner) or cuts(last.owner):
+        return False
+    return min(piece.end - piece.start, span[-1].end - span[0].start) < _OWN_OP_NS
+
+
+def _pieces(
+    trace: RankTrace, rows: list[int], whole: Callable[[int], bool]
+) -> tuple[list[_Piece], Counter[int]]:
+    """Exclusive pieces in time order, and how many events were absorbed by each whole row.
+
+    A child that ends after its parent (rounding) is cut there.
+    """
+    starts, ends = trace.start[rows].tolist(), trace.end[rows].tolist()
+    framework = (trace.kind[rows] == EventKind.CPU_OP).tolist()
+    out: list[_Piece] = []
+    absorbed: Counter[int] = Counter()
+    stack: list[tuple[int, int, int]] = []  # row, end, label
+    clock = 0
+
+    def emit(until: int) -> None:
+        nonlocal clock
+        row, _, label = stack[-1]
+        if until > clock:
+            out.append(_Piece(clock, until, row, label, stack[0][0]))
+            clock = until
+
+    for row, start, end, is_op in zip(rows, starts, ends, framework, strict=True):
+        while stack and stack[-1][1] <= start:
+            emit(stack[-1][1])
+            stack.pop()
+        if stack:
+            if whole(stack[-1][0]):
+                absorbed[stack[-1][0]] += 1
+                continue
+            emit(start)
+            end = min(end, stack[-1][1])
+            label = row if is_op else stack[-1][2]
+        else:
+            label = row
+        clock = max(clock, start)
+        stack.append((row, end, label))
+        if end <= start:  # zero length: keep it as an instant, things may hang on it
+            out.append(_Piece(start, start, row, label, stack[0][0]))
+            stack.pop()
+    while stack:
+        emit(stack[-1][1])
+        stack.pop()
+    return out, absorbed
+
+
+def _update_ranges(trace: RankTrace, rows: list[int]) -> tuple[list[int], list[int]]:
+    """Starts and ends of Optimizer.step ranges on the thread of ``rows``."""
+    thread = trace.resource[rows[0]]
+    marks = np.flatnonzero((trace.kind == EventKind.ANNOTATION) & (trace.resource == thread)).tolist()
+    marks = [i for i in marks if trace.names[trace.name[i]].startswith("Optimizer.step")]
+    return trace.start[marks].tolist(), trace.end[marks].tolist()
+
+
+def _kind(trace: RankTrace, piece: _Piece, name: str, updates: tuple[list[int], list[int]]) -> OpKind:
+    if name.startswith(ENQUEUE_PREFIX):
+        return OpKind.LOCAL
+    if trace.names[trace.name[piece.top]].startswith(BACKWARD_PREFIX):
+        return OpKind.BACKWARD
+    if any(start <= piece.start < end for start, end in zip(*updates, strict=True)):
+        return OpKind.UPDATE
+    return OpKind.FORWARD
