@@ -33,8 +33,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "dpro._native",
-            ["core/native/module.cpp"],
-            depends=[],
+            ["core/native/module.cpp", "core/native/replay.cpp"],
+            depends=["core/native/replay.hpp"],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
         )
