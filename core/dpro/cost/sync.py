@@ -136,8 +136,6 @@ def _line(
     slope = (y[j] - y[i]) / (x[j] - x[i])
     a = np.concatenate([y[i] - slope * x[i], np.zeros(len(x)), y])
     b = np.concatenate([slope, y / x, np.zeros(len(x))])
-    # Rounding may leave an intercept of -1e-9 on an exact line through the origin.
-    a = np.where(np.abs(a) < 1e-9 * y.max(), 0.0, a)
     allowed = (a >= 0) & (b >= 0)
     a, b = a[allowed], b[allowed]
     miss = np.array([np.sum(np.abs(time - ai - bi * size) / time) for ai, bi in zip(a, b, strict=True)])

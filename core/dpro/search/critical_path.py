@@ -31,7 +31,7 @@ JUDGED_NEIGHBOURS = 16
 EXHAUSTIVE = 64
 #: Uniform caps between total/128 and the total are spaced by about 12 %.
 SWEEP_POINTS = 44
-#: Below this difference two plans are the same, and the simpler one is kept.
+#: A list must be better than a single number by this to be preferred to it.
 SAME = 0.001
 #: How much worse than the best a plan may be to be kept for being different.
 CLOSE = 0.03
@@ -51,7 +51,8 @@ class Candidate:
 class SearchResult:
     """``baseline_ms``: replay of the captured buckets, costed by the same model as the candidates.
 
-    ``candidates``: best first, all faster than the baseline, unlike each other; may be empty.
+    ``candidates``: best first (a list of caps only counts as better than a uniform cap by 0.1 % or more), all
+    faster than the baseline, unlike each other; may be empty.
     """
 
     baseline_ms: float
@@ -87,7 +88,7 @@ def optimize(
     if Knob.BUCKET_LIST in knobs:
         _search_lists(judge)
     stopped = "time budget" if judge.out_of_time() else "no improvement left"
-    chosen = _choose([v for v in judge.verdicts.values() if v.step_ns < baseline_ns], top)
+    chosen = _choose((v for v in judge.verdicts.values() if v.step_ns < baseline_ns), top)
     return SearchResult(
         baseline_ms=baseline_ns / 1e6,
         candidates=[_candidate(graph, v, knobs, fingerprint or {}, baseline_ns) for v in chosen],
@@ -144,7 +145,7 @@ def _search_lists(judge: Judge) -> None:
     if judge.out_of_time():
         return
     timeline = judge.timeline()
-    starts = [judge.cuts_of(v.grouping) for v in _ranked(judge.verdicts.values())[:3]]
+    starts = [judge.cuts_of(v.grouping) for v in sorted(judge.verdicts.values(), key=_rank)[:3]]
     proposals = sorted(best_cuts(timeline), key=lambda cuts: (timeline.estimate_ns(cuts), cuts))
     for cuts in [*starts, *proposals[:JUDGED_PROPOSALS]]:
         if judge.out_of_time():
@@ -153,7 +154,7 @@ def _search_lists(judge: Judge) -> None:
 
     # From the best few that are not alike.
     climbed: set[Cuts] = set()
-    for verdict in _choose(list(judge.verdicts.values()), 3):
+    for verdict in _choose(judge.verdicts.values(), 3):
         here = verdict
         while True:
             cuts = judge.cuts_of(here.grouping)
@@ -173,27 +174,22 @@ def _search_lists(judge: Judge) -> None:
             here = found
 
 
-def _ranked(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Best first; of equals the one with fewer caps, then fewer buckets."""
-    return sorted(verdicts, key=lambda v: (v.step_ns, len(v.caps_bytes), len(v.grouping), v.caps_bytes))
+def _rank(verdict: Verdict) -> tuple[float, int, tuple[int, ...]]:
+    """Smaller is better: time, with a handicap for lists, then fewer buckets."""
+    return verdict.step_ns * (1 if verdict.uniform else 1 + SAME), len(verdict.grouping), verdict.caps_bytes
 
 
-def _choose(verdicts: list[Verdict], top: int) -> list[Verdict]:
+def _choose(verdicts: Iterable[Verdict], top: int) -> list[Verdict]:
     """The best, the best uniform one, and close ones with clearly different numbers of buckets."""
-    ranked = _ranked(verdicts)
-    if not ranked:
-        return []
-    best = ranked[0]
-    uniform = next((v for v in ranked if v.uniform), best)
-    # A list that is no better than a single number is not worth its length.
-    chosen = [uniform] if uniform.step_ns <= best.step_ns * (1 + SAME) else [best, uniform]
+    ranked = sorted(verdicts, key=_rank)
+    chosen = [*ranked[:1], *[v for v in ranked[1:] if v.uniform and not ranked[0].uniform][:1]]
     for verdict in ranked:
-        if verdict.step_ns > best.step_ns * (1 + CLOSE):
+        if verdict.step_ns > ranked[0].step_ns * (1 + CLOSE):
             break
         count = len(verdict.grouping)
         if all(abs(count - len(other.grouping)) >= max(2, len(other.grouping) // 4) for other in chosen):
             chosen.append(verdict)
-    return _ranked(chosen[:top])
+    return sorted(chosen[:top], key=_rank)
 
 
 def _candidate(

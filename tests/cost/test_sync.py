@@ -1,0 +1,108 @@
+"""The line fitted to collectives: exact on exact data, robust to stalls, honest about thin data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpro.cost.sync import SyncModel, fit
+
+SIZES = [1 << 20, 4 << 20, 16 << 20, 25 << 20]
+
+
+@given(
+    latency=st.floats(0, 1e7),
+    slope=st.floats(1e-3, 100),
+    sizes=st.lists(st.integers(1_000, 2**30), min_size=2, max_size=20, unique=True),
+)
+def test_exact_line_is_found(latency: float, slope: float, sizes: list[int]) -> None:
+    model = fit(sizes, [latency + slope * s for s in sizes])
+    for s in sizes:
+        assert model.time_ns(s) == pytest.approx(latency + slope * s, rel=1e-6, abs=1)
+    assert model.spread < 1e-6
+
+
+def test_stalls_do_not_move_it() -> None:
+    # 200 µs + 8 ns/B; of five transfers per size one met a stall of up to 50 ms
+    sizes = np.repeat(SIZES, 5)
+    times = 200_000 + 8.0 * sizes
+    times[::5] += [1e6, 50e6, 5e6, 20e6]
+    model = fit(sizes, times)
+    assert model.latency_ns == pytest.approx(200_000)
+    assert model.ns_per_byte == pytest.approx(8)
+    assert model.bandwidth_bytes_per_s == pytest.approx(125e6)
+    assert (model.observations, model.distinct_sizes, model.trust) == (20, 4, "good")
+
+
+def test_noise_is_reported_as_spread() -> None:
+    # +-30 % alternating around 10 ns/B: no line comes closer than 30 % to half of them
+    sizes = np.repeat(SIZES, 20)
+    model = fit(sizes, 10.0 * sizes * np.tile([0.7, 1.3], 40))
+    assert 0.25 < model.spread < 0.45
+    assert model.trust == "weak"
+
+
+def test_never_negative() -> None:
+    # times that grow faster than size would want a negative latency
+    model = fit([1_000, 2_000, 4_000], [1_000, 3_000, 9_000])
+    assert model.latency_ns == 0
+    assert model.ns_per_byte > 0
+    # times that fall with size would want a negative slope
+    model = fit([1_000, 2_000, 4_000], [9_000, 5_000, 4_000])
+    assert model.ns_per_byte == 0
+    assert model.time_ns(10**9) == 5_000  # the middle one: least absolute relative deviation
+    assert model.bandwidth_bytes_per_s == float("inf")
+
+
+def test_one_size_assumes_five_percent_latency_and_says_so() -> None:
+    model = fit([1_000_000] * 3, [900_000, 1_000_000, 5_000_000])
+    assert model.time_ns(1_000_000) == 1_000_000
+    assert model.latency_ns == pytest.approx(50_000)
+    assert model.trust == "assumed"
+
+
+def test_two_sizes_are_weak_and_a_probe_makes_it_good() -> None:
+    assert fit([1_000, 2_000], [1_500, 2_500]).trust == "weak"
+    model = fit([1_000, 2_000], [1_500, 2_500], probe_nbytes=[10], probe_duration_ns=[510])
+    assert (model.latency_ns, model.ns_per_byte, model.trust) == (pytest.approx(500), pytest.approx(1), "good")
+
+
+def test_useless_observations_are_dropped() -> None:
+    model = fit([0, -1, 1_000, 2_000, 3_000], [5, 5, 2_000, 3_000, float("nan")])
+    assert (model.latency_ns, model.ns_per_byte, model.observations) == (pytest.approx(1_000), pytest.approx(1), 2)
+
+
+def test_many_sizes_stay_quick_and_right() -> None:
+    sizes = np.arange(1, 2001) * 1_000
+    model = fit(sizes, 7_000 + 3.0 * sizes)
+    assert (model.latency_ns, model.ns_per_byte) == (pytest.approx(7_000), pytest.approx(3))
+
+
+@pytest.mark.parametrize(("sizes", "times"), [([], []), ([0], [10]), ([10], [0]), ([1, 2], [1])])
+def test_nothing_to_fit(sizes: list[int], times: list[int]) -> None:
+    with pytest.raises(ValueError):
+        fit(sizes, times)
+
+
+def test_dict_round_trip() -> None:
+    model = fit(SIZES, [1e6, 3e6, 12e6, 20e6], steal_ns_per_byte=0.25)
+    assert SyncModel.from_dict(model.to_dict()) == model
+    assert model.steal_ns_per_byte == 0.25
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        {"latency_ns": 1},
+        {"latency_ns": 1, "ns_per_byte": 1, "bandwidth": 3},
+        {"latency_ns": -1, "ns_per_byte": 1},
+        {"latency_ns": float("nan"), "ns_per_byte": 1},
+        {"latency_ns": "1", "ns_per_byte": 1},
+    ],
+)
+def test_bad_dict(raw: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        SyncModel.from_dict(raw)

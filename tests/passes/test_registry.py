@@ -1,0 +1,48 @@
+"""Passes by name: the built-in ones, third parties', and broken third parties'."""
+
+from __future__ import annotations
+
+import sys
+import types
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
+
+import pytest
+
+from dpro.errors import DproError
+from dpro.passes import registry
+from dpro.passes.tensor_fusion import TensorFusion
+
+
+class Widen(TensorFusion):
+    name = "widen"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("third_party")
+    module.Widen, module.NoPass = Widen, int
+    monkeypatch.setitem(sys.modules, "third_party", module)
+    values = {"widen": "Widen", "no_pass": "NoPass", "missing": "Missing", "tensor_fusion": "NoPass"}
+    points = EntryPoints(EntryPoint(n, f"third_party:{v}", registry.ENTRY_POINT_GROUP) for n, v in values.items())
+    monkeypatch.setattr(registry, "entry_points", lambda **wanted: points.select(**wanted))
+
+
+def test_built_in() -> None:
+    assert "tensor_fusion" in registry.names()
+    assert isinstance(registry.find("tensor_fusion"), TensorFusion)
+
+
+@pytest.mark.usefixtures("installed")
+def test_third_party() -> None:
+    assert registry.names() == ["missing", "no_pass", "tensor_fusion", "widen"]
+    assert isinstance(registry.find("widen"), Widen)
+    assert type(registry.find("tensor_fusion")) is TensorFusion  # not to be replaced from outside
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("name", "reason"), [("missing", "Missing"), ("no_pass", "Pass protocol"), ("x", "no pass")])
+def test_broken_is_one_line(name: str, reason: str) -> None:
+    with pytest.raises(DproError, match=reason) as caught:
+        registry.find(name)
+    assert "\n" not in str(caught.value)

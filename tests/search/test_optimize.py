@@ -1,0 +1,192 @@
+"""The search against brute force on small steps, and its promises on larger ones."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpro.adapter import Knob
+from dpro.cost.sync import SyncModel
+from dpro.graph.graph import Graph
+from dpro.passes.ddp_buckets import MIB, assign, limits_bytes
+from dpro.passes.tensor_fusion import Grouping, TensorFusion, captured
+from dpro.replay.oracle import replay_arrays
+from dpro.search.critical_path import optimize
+from dpro.search.defaults import HAND_TRIED_CAPS_MIB, ddp_default, ddp_uniform
+from tests.passes.test_tensor_fusion import state
+from tests.search.graphs import ddp_graph
+
+BOTH = {Knob.BUCKET_LIST, Knob.BUCKET_CAP}
+
+
+def oracle_ms(graph: Graph, grouping: Grouping) -> float:
+    mark = TensorFusion().apply(graph, grouping)
+    found = replay_arrays(graph.arrays()).makespan_ns / 1e6
+    graph.undo(mark)
+    return found
+
+
+def brute_force_ms(graph: Graph) -> float:
+    """The best of all 2^(n-1) contiguous groupings, judged by the plain-Python replay."""
+    n = len(graph.tensors)
+    best = float("inf")
+    for ends in product([False, True], repeat=n - 1):
+        groups: list[list[int]] = [[0]]
+        for t in range(1, n):
+            if ends[t - 1]:
+                groups.append([])
+            groups[-1].append(t)
+        best = min(best, oracle_ms(graph, tuple(map(tuple, groups))))
+    return best
+
+
+@st.composite
+def steps(draw: st.DrawFn, tensors: int) -> Graph:
+    """A step where communication and computation are of the same order."""
+    sizes = [draw(st.sampled_from([4_096, 65_536, MIB // 2, MIB, 2 * MIB, 4 * MIB])) for _ in range(tensors)]
+    bwd = [draw(st.integers(0, 20_000_000)) for _ in range(tensors)]
+    copy = [draw(st.integers(0, 2_000_000)) for _ in range(tensors)]
+    sync = SyncModel(
+        latency_ns=draw(st.sampled_from([50_000, 300_000, 2_000_000])),
+        ns_per_byte=draw(st.sampled_from([1.0, 8.0])),
+        steal_ns_per_byte=draw(st.sampled_from([0.0, 0.0, 0.5])),
+    )
+    launch = draw(st.sampled_from([0, 60_000]))
+    skew = draw(st.integers(0, 3_000_000))
+    graph = ddp_graph(sizes, 5_000_000, bwd, copy_ns=copy, sync=sync, launch_ns=launch, skew_ns=skew)
+    TensorFusion().apply(graph, ddp_default(graph))
+    return graph
+
+
+@settings(max_examples=15, deadline=None)
+@given(steps(5))
+def test_few_tensors_are_searched_exactly(graph: Graph) -> None:
+    baseline, best = oracle_ms(graph, captured(graph)), brute_force_ms(graph)
+    found = optimize(graph, knobs=BOTH)
+    assert found.baseline_ms == baseline
+    # 0.1 %: a uniform cap is preferred to a list that is no better
+    assert min([c.predicted_ms for c in found.candidates], default=baseline) <= best * 1.001
+
+
+@settings(max_examples=12, deadline=None)
+@given(steps(9))
+def test_nine_tensors_within_one_percent_of_brute_force(graph: Graph) -> None:
+    baseline, best = oracle_ms(graph, captured(graph)), brute_force_ms(graph)
+    found = optimize(graph, knobs=BOTH)
+    assert min([c.predicted_ms for c in found.candidates], default=baseline) <= best * 1.01
+
+
+@settings(max_examples=15, deadline=None)
+@given(steps(12), st.sampled_from([BOTH, {Knob.BUCKET_LIST}, {Knob.BUCKET_CAP}]))
+def test_promises(graph: Graph, knobs: set[Knob]) -> None:
+    before = state(graph)
+    found = optimize(graph, knobs=knobs, fingerprint={"model": "m"})
+    assert state(graph) == before
+    again = optimize(graph, knobs=knobs, fingerprint={"model": "m"})
+    assert [c.plan for c in again.candidates] == [c.plan for c in found.candidates]
+    for better, worse in pairwise(found.candidates):
+        assert better.predicted_ms <= worse.predicted_ms * 1.001  # a uniform cap may come before such a list
+    assert len({c.groups for c in found.candidates}) == len(found.candidates) <= 3
+    nbytes, dtypes = [t.nbytes for t in graph.tensors], [t.dtype for t in graph.tensors]
+    for candidate in found.candidates:
+        plan = candidate.plan
+        assert candidate.predicted_ms < found.baseline_ms
+        assert candidate.predicted_ms == oracle_ms(graph, candidate.groups) == plan.predicted_ms
+        # what DDP makes of the caps is what was judged
+        assert plan.bucket_caps is not None and plan.tensor_groups is not None
+        assert [list(g) for g in candidate.groups] == assign(nbytes, dtypes, limits_bytes(plan.bucket_caps))
+        assert plan.tensor_groups == [[graph.tensors[t].name for t in g] for g in candidate.groups]
+        assert plan.fingerprint == {"model": "m"} and plan.baseline_ms == found.baseline_ms
+        if knobs == {Knob.BUCKET_CAP}:
+            assert len(plan.bucket_caps) == 1
+        if knobs == {Knob.BUCKET_LIST}:
+            assert len(plan.bucket_caps) > 1
+
+
+def transformer(**more: Any) -> Graph:
+    """About 96 MB of parameters in 12 blocks, communication near compute, as on a 1 Gbit link."""
+    block = [2_359_296, 3_072, 2_359_296, 3_072, 3_072, 589_824, 1_769_472, 9_216]
+    sizes = [int(s) for _ in range(12) for s in block]
+    bwd = [9 * s for s in sizes]
+    sync = SyncModel(latency_ns=400_000, ns_per_byte=8.5, steal_ns_per_byte=0.3)
+    more = {"sync": sync, "launch_ns": 60_000, "copy_ns": [s // 4 for s in sizes]} | more
+    graph = ddp_graph(sizes, 200_000_000, bwd, **more)
+    TensorFusion().apply(graph, ddp_default(graph))
+    return graph
+
+
+def test_beats_every_uniform_cap_tried_by_hand() -> None:
+    graph = transformer()
+    found = optimize(graph, knobs=BOTH)
+    by_hand = [oracle_ms(graph, ddp_uniform(graph, mib * MIB)) for mib in HAND_TRIED_CAPS_MIB]
+    assert found.candidates[0].predicted_ms <= min(by_hand)
+    assert found.stopped == "no improvement left"
+
+
+def test_top_plans_differ() -> None:
+    found = optimize(transformer(), knobs=BOTH)
+    counts = [len(c.groups) for c in found.candidates]
+    assert len(counts) == 3
+    assert any(len(c.plan.bucket_caps or []) == 1 for c in found.candidates)  # one works on any torch
+    assert max(counts) - min(counts) >= 2
+    assert optimize(transformer(), knobs=BOTH, top=1).candidates[0].plan == found.candidates[0].plan
+
+
+def test_other_dtypes_keep_apart_and_the_plan_still_holds() -> None:
+    dtypes = ["bfloat16" if i % 8 in (0, 2, 5, 6) else "float32" for i in range(96)]
+    groups = tuple(tuple(t for t in range(96) if dtypes[t] == d) for d in ("bfloat16", "float32"))
+    graph = transformer(dtypes=dtypes, groups=groups)
+    found = optimize(graph, knobs=BOTH)
+    assert found.candidates
+    for candidate in found.candidates:
+        assert all(len({dtypes[t] for t in group}) == 1 for group in candidate.groups)
+        assert sorted(t for group in candidate.groups for t in group) == list(range(96))
+        assert candidate.plan.bucket_caps is not None
+        sizes = [t.nbytes for t in graph.tensors]
+        assert [list(g) for g in candidate.groups] == assign(sizes, dtypes, limits_bytes(candidate.plan.bucket_caps))
+
+
+def test_a_thousand_tensors_within_the_budget() -> None:
+    sizes = [4_096 if i % 3 else 200_000 for i in range(1000)]
+    graph = ddp_graph(sizes, 50_000_000, [9 * s for s in sizes], sync=SyncModel(300_000, 8.5), launch_ns=60_000)
+    TensorFusion().apply(graph, ddp_default(graph))
+    began = time.monotonic()
+    found = optimize(graph, knobs=BOTH, time_budget_s=6.0)
+    assert time.monotonic() - began < 8.0
+    assert found.candidates[0].predicted_ms < 0.9 * found.baseline_ms
+
+
+def test_no_time_still_answers() -> None:
+    graph = transformer()
+    found = optimize(graph, knobs=BOTH, time_budget_s=0.0)
+    assert found.stopped == "time budget"
+    assert found.evaluations <= 2
+    assert all(c.predicted_ms < found.baseline_ms for c in found.candidates)
+
+
+def test_nothing_better_is_an_empty_list() -> None:
+    graph = ddp_graph([MIB], 1_000, [1_000])
+    found = optimize(graph, knobs=BOTH)
+    assert found.candidates == []
+    assert found.baseline_ms == oracle_ms(graph, captured(graph))
+
+
+@pytest.mark.parametrize("missing", ["knobs", "buckets", "sync", "tensors"])
+def test_nothing_to_search(missing: str) -> None:
+    graph = ddp_graph([MIB, MIB], 1_000, [1_000, 1_000], groups=((0,), (1,)))
+    knobs = {Knob.GROUPS} if missing == "knobs" else BOTH
+    expected = replay_arrays(graph.arrays()).makespan_ns / 1e6
+    if missing == "buckets":
+        graph.buckets = []
+    if missing == "tensors":
+        graph.tensors = []
+    if missing == "sync":
+        del graph.info["sync"]
+    found = optimize(graph, knobs=knobs)
+    assert (found.candidates, found.baseline_ms) == ([], expected)
+    assert found.stopped not in ("", "no improvement left", "time budget")
