@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dpro.adapter import Knob
+from dpro.adapter import Exchange, Knob
 from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro.session import Session
@@ -44,7 +44,7 @@ class TorchDDPAdapter:
     name = "torch_ddp"
 
     def __init__(self, ddp: DistributedDataParallel, tag: str = "") -> None:
-        self.exchange = StoreExchange.of_job(tag)
+        self.exchange: Exchange = StoreExchange.of_job(tag)
         self._ddp = ddp
         self._original: dict[str, Any] | None = None
         self._capture: Capture | None = None
@@ -59,6 +59,9 @@ class TorchDDPAdapter:
         if dist.get_world_size(self._ddp.process_group) != dist.get_world_size():
             return "DDP spans only a part of the ranks"
         return why_fixed(self._ddp)
+
+    def obstacle(self) -> str:
+        return "the job runs under Join (uneven inputs)" if self._ddp._join_config.enable else ""
 
     def fingerprint(self) -> dict[str, str]:
         shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in reducer_parameters(self._ddp)]
@@ -133,7 +136,13 @@ class TorchDDPAdapter:
         self.abort_capture()
 
 
-def make_tuner(ddp: DistributedDataParallel, *, on_done: Callable[[Outcome], None] | None = None, plan: str | Path | Plan | None = None, **given: Any) -> Tuner | None:
+def make_tuner(
+    ddp: DistributedDataParallel,
+    *,
+    on_done: Callable[[Outcome], None] | None = None,
+    plan: str | Path | Plan | None = None,
+    **given: Any,
+) -> Tuner | None:
     """A tuner for ``ddp``, or None (with one line) where there is nothing to tune.
 
     Args:
@@ -152,7 +161,9 @@ def make_tuner(ddp: DistributedDataParallel, *, on_done: Callable[[Outcome], Non
         say("one process only: there is nothing to synchronise, nothing to tune")
         return None
     settings = Settings.from_env(**given)
-    known = plan if isinstance(plan, Plan) else Plan.load(Path(plan or settings.plan)) if plan or settings.plan else None
+    known = (
+        plan if isinstance(plan, Plan) else Plan.load(Path(plan or settings.plan)) if plan or settings.plan else None
+    )
     _count += 1
     tuner = Tuner(TorchDDPAdapter(ddp, tag=str(_count)), settings, plan=known, on_done=on_done)
     _tuned[ddp] = tuner

@@ -65,6 +65,13 @@ class Adapter(Protocol):
     def why_not(self) -> str:
         """One clause: why :meth:`capabilities` is empty ('' if it is not)."""
 
+    def obstacle(self) -> str:
+        """One clause: why this rank must stop tuning at once ('' if it need not).
+
+        Asked after every step, so it must be cheap. For states in which ranks no longer step
+        together (uneven inputs): the rank leaves without a further meeting.
+        """
+
     def fingerprint(self) -> dict[str, str]:
         """Model, world and framework: a plan is applied only where this is equal."""
 

@@ -19,15 +19,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
 from dpro.adapter import Adapter, RankLeft
 from dpro.errors import DproError, PlanError
 from dpro.plan import Plan
 from dpro.planning import Planned, make_plans, pack_trace
 from dpro.session import Session
 from dpro.settings import Settings
-from dpro.verdict import Comparison, compare, slowest_rank, timing
+from dpro.verdict import Comparison, compare, timing
 
 
 class State(Enum):
@@ -138,6 +136,7 @@ class Tuner:
         self._failure = ""
         self._meetings = 0
         self._in_force: Plan | None = None
+        self._touched = False
         self._sound = True
         self._baseline = Arm(None, "your settings")
         self._outcome = Outcome(Verdict.STEPPED_ASIDE, "", 0, arms=[self._baseline])
@@ -175,8 +174,8 @@ class Tuner:
             life.close()
             quietly(self.adapter.exchange.leave)
             quietly(self.adapter.abort_capture)
-            held = "the plan under trial stayed in force" if self._in_force else "nothing was changed"
-            self._end(Verdict.STEPPED_ASIDE, f"training ended after {self.steps} steps, in the {self.state.value} phase; {held}")
+            where = f"after {self.steps} steps, in the {self.state.value} phase"
+            self._end(Verdict.STEPPED_ASIDE, f"training ended {where}; {self._held()}")
         quietly(self.adapter.close)
 
     # -- the phases --------------------------------------------------------------------------
@@ -186,12 +185,11 @@ class Tuner:
             yield from self._phases()
         except _StepAside as aside:
             quietly(self.adapter.abort_capture)
-            changed = "nothing was changed"
-            if self._in_force is not None:
-                changed = "the plan under trial stays in force" if aside.freeze else "your settings are back"
-                if not aside.freeze:
-                    quietly(self.adapter.revert)
-            self._end(Verdict.STEPPED_ASIDE, f"{aside}; {changed}")
+            if self._touched and not aside.freeze:
+                # also after a failed revert: it does nothing where it had worked
+                quietly(self.adapter.revert)
+                self._in_force = None
+            self._end(Verdict.STEPPED_ASIDE, f"{aside}; {self._held()}")
         except Exception as error:  # the job comes first, whatever this is
             quietly(self.adapter.abort_capture)
             self._end(Verdict.STEPPED_ASIDE, f"{describe(error)}; training goes on", everywhere=True)
@@ -210,9 +208,8 @@ class Tuner:
             decision = self._meet("plan", captured, self._plan, extra_s=3 * settings.search_s + settings.timeout_s)
         else:
             given = self._given
-            own = json.dumps(self._baseline.windows[0]).encode()
-            offer = {"plan": given.dumps(), "name": "given plan", "predicted_ms": given.predicted_ms}
-            decision = self._meet("given", own, lambda blobs: {"plans": [offer], "ms": merge(blobs)})
+            own = json.dumps({"ms": self._baseline.windows[0], "sha": self._hash(given)}).encode()
+            decision = self._meet("given", own, lambda blobs: self._same_offer(given, blobs))
         self._baseline.windows[0] = decision["ms"]
         self._outcome.baseline_ms = timing(decision["ms"]).median_ms
         arms = [Arm(Plan.loads(p["plan"]), p["name"], p["predicted_ms"]) for p in decision["plans"]]
@@ -240,16 +237,19 @@ class Tuner:
 
     def _conclude(self, best: Arm) -> None:
         outcome = self._outcome
-        base_ms, best_ms = self._baseline.times_ms(), best.times_ms()
-        outcome.comparison = compare(base_ms, best_ms, self.settings.min_gain)
-        outcome.baseline_ms, outcome.measured_ms = timing(base_ms).median_ms, timing(best_ms).median_ms
+        outcome.comparison = compare(self._baseline.windows, best.windows, self.settings.min_gain)
+        outcome.baseline_ms = timing(self._baseline.times_ms()).median_ms
+        outcome.measured_ms = timing(best.times_ms()).median_ms
         outcome.plan, outcome.predicted_ms = best.plan, best.predicted_ms
         ratio, noise = outcome.comparison.ratio, outcome.comparison.noise
         if outcome.comparison.faster:
             self._end(Verdict.KEPT, f"{1 / ratio:.3f}x faster, noise {100 * noise:.1f} %")
         else:
             self._switch(None)
-            self._end(Verdict.ROLLED_BACK, f"{1 / ratio:.3f}x is within the noise ({100 * noise:.1f} %) or too little; your settings are back")
+            self._end(
+                Verdict.ROLLED_BACK,
+                f"{1 / ratio:.3f}x is within the noise ({100 * noise:.1f} %) or too little; your settings are back",
+            )
 
     def _capture(self) -> Generator[None, int | None, bytes]:
         """Profile a few steps; a failure is kept for the meeting that follows."""
@@ -261,7 +261,7 @@ class Tuner:
         self._last = None
         for _ in range(steps):
             before = self._clock()
-            yield
+            yield from self._one_step()
             times.append(self._clock() - before)
             if not self._failure:
                 self._guard(self.adapter.mark_step)
@@ -275,13 +275,24 @@ class Tuner:
 
     def _plan(self, blobs: list[bytes]) -> dict[str, Any]:
         """Rank 0: traces to plans, and the report."""
-        planned = self._planner(blobs, self.adapter.capabilities(), self.adapter.fingerprint(), self.settings, self._session)
+        planned = self._planner(
+            blobs, self.adapter.capabilities(), self.adapter.fingerprint(), self.settings, self._session
+        )
         self._outcome.planned = planned
         self._outcome.replayed_ms = planned.replayed_ms
         self._outcome.capture_overhead_pct = planned.capture_overhead_pct
         limit = self.settings.trials
-        plans = [{"plan": plan.dumps(), "name": name, "predicted_ms": plan.predicted_ms} for name, plan in planned.plans[:limit]]
+        plans = [
+            {"plan": plan.dumps(), "name": name, "predicted_ms": plan.predicted_ms}
+            for name, plan in planned.plans[:limit]
+        ]
         return {"plans": plans, "ms": planned.unprofiled_ms}
+
+    @staticmethod
+    def _same_offer(plan: Plan, blobs: list[bytes]) -> dict[str, Any]:
+        same_plan(blobs)
+        offer = {"plan": plan.dumps(), "name": "given plan", "predicted_ms": plan.predicted_ms}
+        return {"plans": [offer], "ms": merge([json.loads(blob)["ms"] for blob in blobs])}
 
     def _measure(self, arm: Arm) -> _Steps:
         """Put ``arm`` in force and time a window of it; every rank gets the slowest rank's times."""
@@ -289,7 +300,8 @@ class Tuner:
         yield from self._pass(self.settings.settle_steps)
         self.state = State.VERIFY
         own = yield from self._timed(self.settings.verify_steps)
-        arm.windows.append(self._meet("times", json.dumps(own).encode(), lambda blobs: {"ms": merge(blobs)})["ms"])
+        met = self._meet("times", json.dumps(own).encode(), lambda blobs: {"ms": merge([json.loads(b) for b in blobs])})
+        arm.windows.append(met["ms"])
 
     def _switch(self, plan: Plan | None) -> None:
         """Same change on every rank, between the same two steps; else none at all."""
@@ -300,7 +312,7 @@ class Tuner:
             self._guard(lambda: self.adapter.prepare(plan))
         ready = {"sha": self._hash(plan), "checksum": self._guard(self.adapter.checksum) or ""}
         self._sound &= self._meet("ready", json.dumps(ready).encode(), same_plan)["sound"]
-        self._in_force = plan  # from here on an abort must undo it
+        self._in_force, self._touched = plan, True  # from here on an abort must undo it
         if plan is None:
             self._guard(self.adapter.revert)
         else:
@@ -314,15 +326,23 @@ class Tuner:
 
     # -- steps and meetings --------------------------------------------------------------------
 
+    def _one_step(self) -> Generator[None, int | None, int | None]:
+        """Wait for the next step; its duration in ns, None if it was interrupted."""
+        took = yield
+        if obstacle := self.adapter.obstacle():
+            self.adapter.exchange.leave()
+            raise _StepAside(obstacle, freeze=True)
+        return took
+
     def _pass(self, steps: int) -> _Steps:
         for _ in range(steps):
-            yield
+            yield from self._one_step()
 
     def _timed(self, steps: int) -> Generator[None, int | None, list[float]]:
         """Durations, ms, of the next ``steps`` steps, less those that were interrupted."""
         times: list[float] = []
         for _ in range(steps):
-            took = yield
+            took = yield from self._one_step()
             if took is not None:
                 times.append(took / 1e6)
         return times
@@ -337,7 +357,9 @@ class Tuner:
             self._failure = describe(error)
             return None
 
-    def _meet(self, topic: str, blob: bytes, decide: Callable[[list[bytes]], dict[str, Any]], extra_s: float = 0.0) -> dict[str, Any]:
+    def _meet(
+        self, topic: str, blob: bytes, decide: Callable[[list[bytes]], dict[str, Any]], extra_s: float = 0.0
+    ) -> dict[str, Any]:
         """All ranks hand in ``blob``, rank 0 decides, all get the decision.
 
         Raises:
@@ -385,14 +407,19 @@ class Tuner:
             done = self._on_done
             quietly(lambda: done(outcome))
 
+    def _held(self) -> str:
+        """What is in force, for a person."""
+        if self._in_force is not None:
+            return "the plan under trial stays in force"
+        return "your settings are back" if self._touched else "nothing was changed"
+
     def _rank_count(self) -> int:
         return self.adapter.exchange.world_size
 
 
-def merge(blobs: list[bytes]) -> list[float]:
-    """Per step the slowest rank's ms, from every rank's JSON list."""
-    times_ns = [np.asarray(json.loads(blob), dtype=np.float64) * 1e6 for blob in blobs]
-    return [float(ms) for ms in slowest_rank([row.tolist() for row in times_ns])]
+def merge(times_ms: list[list[float]]) -> list[float]:
+    """Per step the slowest rank's ms; ``times_ms`` is [ranks][steps], cut to the shortest."""
+    return [max(step) for step in zip(*times_ms, strict=False)]
 
 
 def same_plan(blobs: list[bytes]) -> dict[str, Any]:
@@ -401,7 +428,7 @@ def same_plan(blobs: list[bytes]) -> dict[str, Any]:
     for rank, entry in enumerate(seen):
         if entry["sha"] != seen[0]["sha"]:
             raise PlanError(f"rank {rank} holds another plan than rank 0 (hashes differ)")
-    return {"sound": len({entry["checksum"] for entry in seen}) == 1}
+    return {"sound": len({entry.get("checksum") for entry in seen}) == 1}
 
 
 def describe(error: BaseException) -> str:

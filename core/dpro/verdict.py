@@ -32,7 +32,8 @@ def slowest_rank(times_ns: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
     steps = min((len(row) for row in times_ns), default=0)
     if not steps:
         return np.zeros(0)
-    return np.max(np.asarray([row[:steps] for row in times_ns], dtype=np.float64), axis=0) / 1e6
+    slowest: npt.NDArray[np.float64] = np.asarray([row[:steps] for row in times_ns], dtype=np.float64).max(axis=0)
+    return slowest / 1e6
 
 
 def timing(times_ms: npt.ArrayLike) -> Timing:
@@ -49,11 +50,22 @@ def timing(times_ms: npt.ArrayLike) -> Timing:
     return Timing(median, 1.2533 * deviation / float(np.sqrt(len(sample))), len(sample))
 
 
-def compare(before_ms: npt.ArrayLike, after_ms: npt.ArrayLike, min_gain: float) -> Comparison:
-    """Faster means: by at least ``min_gain``, and by more than twice the standard error."""
-    before, after = timing(before_ms), timing(after_ms)
-    if not before.steps or not after.steps or before.median_ms <= 0:
+def compare(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], min_gain: float) -> Comparison:
+    """Windows of step times, ms: [windows][steps], taken in turns (before, after, before, after).
+
+    Faster means three things: by at least ``min_gain``; by more than twice the standard error; and
+    in every window, so that the slowest window after still beats the fastest before. The last one
+    is what a machine that drifts cannot fake: while it only gets faster (or only slower), windows
+    of equal settings taken in turns can't separate.
+    """
+    old, new = timing(_flat(before)), timing(_flat(after))
+    if not old.steps or not new.steps or old.median_ms <= 0:
         return Comparison(1.0, 0.0, False)
-    ratio = after.median_ms / before.median_ms
-    noise = 2 * ratio * float(np.hypot(before.error_ms / before.median_ms, after.error_ms / max(after.median_ms, 1e-9)))
-    return Comparison(ratio, noise, ratio < 1 - max(min_gain, noise))
+    ratio = new.median_ms / old.median_ms
+    noise = 2 * ratio * float(np.hypot(old.error_ms / old.median_ms, new.error_ms / max(new.median_ms, 1e-9)))
+    apart = max(timing(w).median_ms for w in after if w) < min(timing(w).median_ms for w in before if w)
+    return Comparison(ratio, noise, apart and ratio < 1 - max(min_gain, noise))
+
+
+def _flat(windows: Sequence[Sequence[float]]) -> list[float]:
+    return [ms for window in windows for ms in window]
