@@ -1,1 +1,1 @@
-"""Measurements of dpro on real jobs and graphs; each prints JSON with ``--json``."""
+"""Benchmarks: each module runs with ``python -m benchmarks.<name>`` and prints JSON with ``--json``."""
