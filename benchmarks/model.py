@@ -12,15 +12,18 @@ from torch import Tensor, nn
 CLASSES = 1000
 
 
-class Blocks(nn.Sequential):
+class Blocks(nn.Sequential):  # type: ignore[misc]  # mypy does not follow torch
     """``depth`` pre-norm encoder blocks of width ``width``; [batch, tokens, width] in and out."""
 
     def __init__(self, depth: int, width: int) -> None:
-        block = dict(d_model=width, nhead=8, dim_feedforward=4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        super().__init__(*(nn.TransformerEncoderLayer(**block) for _ in range(depth)))
+        super().__init__(*(self._block(width) for _ in range(depth)))
+
+    @staticmethod
+    def _block(width: int) -> nn.Module:
+        return nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
 
 
-class Net(nn.Module):
+class Net(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
     """Images [batch, 3, 64, 64] to logits [batch, 1000]."""
 
     def __init__(self, width: int = 384, depth: tuple[int, int] = (4, 3)) -> None:
@@ -41,10 +44,11 @@ class Net(nn.Module):
         tokens = self.stem(images).flatten(2).transpose(1, 2)  # [batch, 64, width]
         tokens = self.first(tokens)
         tokens = self.merge(tokens.reshape(len(tokens), tokens.shape[1] // 2, -1))  # pairs of tokens become one
-        return self.head(self.norm(self.second(tokens)).mean(dim=1))
+        logits: Tensor = self.head(self.norm(self.second(tokens)).mean(dim=1))
+        return logits
 
 
-class Images(torch.utils.data.Dataset):
+class Images(torch.utils.data.Dataset):  # type: ignore[misc]  # mypy does not follow torch
     """``length`` labelled noise images, the same for the same index whatever the rank."""
 
     def __init__(self, length: int) -> None:

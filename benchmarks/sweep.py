@@ -14,7 +14,7 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class Sweep:
         rounds: visits to each arm at most.
         steps: counted steps per visit.
         settle: steps after a switch that are not counted.
-        budget_s: stop at the first round end past this time; rank 0's clock decides for all.
+        budget_s: no new round that would end later than this (one is always run); rank 0's clock decides for all.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Sweep:
         self.rounds_done = 0
         self.times_ms: dict[str, list[float]] = {arm: [] for arm in arms}
 
-    def _schedule(self) -> Any:
+    def _schedule(self) -> Iterator[str]:
         for index in range(self._rounds):
             yield from list(self._arms)[:: -1 if index % 2 else 1]
             self.rounds_done += 1
@@ -97,7 +97,8 @@ class Sweep:
                 return
 
     def _out_of_time(self) -> bool:
-        over = torch.tensor([time.perf_counter() - self._begin_s > self._budget_s], dtype=torch.int32)
+        spent_s = time.perf_counter() - self._begin_s
+        over = torch.tensor([spent_s * (self.rounds_done + 1) / self.rounds_done > self._budget_s], dtype=torch.int32)
         dist.broadcast(over, src=0)
         return bool(over.item())
 
@@ -146,7 +147,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--caps", type=float, nargs="*", action="append", default=[], help="one more arm: a list of caps, MiB")
+    parser.add_argument(
+        "--caps", type=float, nargs="*", action="append", default=[], help="one more arm: a list of caps, MiB"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 

@@ -1,6 +1,6 @@
 """A plain PyTorch loop, and one line for dpro.
 
-    torchrun --nproc-per-node 2 examples/plain_ddp.py
+torchrun --nproc-per-node 2 examples/plain_ddp.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A script that knows nothing of dpro: the environment turns it on.
 
-    DPRO=apply torchrun --nproc-per-node 2 examples/unchanged_ddp.py
+DPRO=apply torchrun --nproc-per-node 2 examples/unchanged_ddp.py
 """
 
 import torch

@@ -30,7 +30,8 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="what this machine allows, and what a link really carries")
     check.add_argument("--rate", default="1gbit")
     check.add_argument("--json", action="store_true")
-    check.add_argument("--install", action="store_true")
+    check.add_argument("--install", action="store_true", help="install iproute2 by apt when it is missing (root)")
+    check.add_argument("--brief", action="store_true", help="one line, no measurement")
     commands.add_parser("clean", help="take down what killed testbeds left behind")
     return parser
 
@@ -52,6 +53,9 @@ def _check(args: argparse.Namespace) -> int:
     if args.install:
         install()
     possible, reason = available()
+    if args.brief:
+        print(f"[testbed] {'network namespaces' if possible else f'loopback only: {reason}'}")
+        return 0
     found = {
         "mode": "namespaces" if possible else "loopback",
         "reason": reason,

@@ -58,7 +58,11 @@ class Job:
     """
 
     def __init__(
-        self, argvs: Sequence[Sequence[str]], envs: Sequence[Mapping[str, str]], cwd: str | None = None, quiet: bool = False
+        self,
+        argvs: Sequence[Sequence[str]],
+        envs: Sequence[Mapping[str, str]],
+        cwd: str | None = None,
+        quiet: bool = False,
     ) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pumps: list[threading.Thread] = []
@@ -139,6 +143,7 @@ class Job:
 
 
 def _pump(source: IO[bytes], target: IO[str], prefix: str) -> None:
-    for line in iter(source.readline, b""):
-        target.write(prefix + line.decode(errors="replace").rstrip("\n") + "\n")
-        target.flush()
+    with source:
+        for line in source:
+            target.write(prefix + line.decode(errors="replace").rstrip("\n") + "\n")
+            target.flush()
