@@ -30,7 +30,7 @@ BATCH = 16
 TUNED = "dpro's plan"
 
 
-class Job(L.LightningModule):  # type: ignore[misc]  # mypy does not follow Lightning
+class Job(L.LightningModule):
     """Classification of noise; ``net`` is what is trained."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ def ddp_options(plan: Plan) -> Options:
     return options
 
 
-class Judge(L.Callback):  # type: ignore[misc]  # mypy does not follow Lightning
+class Judge(L.Callback):
     """After dpro's verdict: default buckets, uniform caps and dpro's plan, interleaved; then the job ends.
 
     Args:

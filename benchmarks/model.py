@@ -12,7 +12,7 @@ from torch import Tensor, nn
 CLASSES = 1000
 
 
-class Blocks(nn.Sequential):  # type: ignore[misc]  # mypy does not follow torch
+class Blocks(nn.Sequential):
     """``depth`` pre-norm encoder blocks of width ``width``; [batch, tokens, width] in and out."""
 
     def __init__(self, depth: int, width: int) -> None:
@@ -23,7 +23,7 @@ class Blocks(nn.Sequential):  # type: ignore[misc]  # mypy does not follow torch
         return nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
 
 
-class Net(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+class Net(nn.Module):
     """Images [batch, 3, 64, 64] to logits [batch, 1000]."""
 
     def __init__(self, width: int = 384, depth: tuple[int, int] = (4, 3)) -> None:
@@ -48,7 +48,7 @@ class Net(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
         return logits
 
 
-class Images(torch.utils.data.Dataset):  # type: ignore[misc]  # mypy does not follow torch
+class Images(torch.utils.data.Dataset):
     """``length`` labelled noise images, the same for the same index whatever the rank."""
 
     def __init__(self, length: int) -> None:
