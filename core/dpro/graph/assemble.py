@@ -21,7 +21,7 @@ from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import NO_RESOURCE, Bucket, Graph, OpKind, TensorInfo
 from dpro.graph.local import build_local
 from dpro.trace.model import RankTrace
-from dpro.trace.steps import used_steps
+from dpro.trace.steps import step_finish_ns, used_steps
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,14 @@ def common_steps(traces: list[RankTrace]) -> tuple[list[int], list[str]]:
 
 
 def measure(traces: list[RankTrace]) -> Measured:
-    """Mean measured step time.
+    """Mean measured step time, with the ranks put on one clock.
 
-    From the start of the first used step on the earliest rank to the end of the last used one,
-    divided by the steps between. The end is that of the last work of the steps: the host's, or
-    that of a device op launched in them that ran on. Ranks are put on one clock first.
+    A step lasts from when the last work of the step before ended (the first: from its own begin, on
+    the earliest rank) to when its own last work ended, on the last rank: the host's, or that of a
+    device op launched in the step that ran on (:func:`dpro.trace.steps.step_finish_ns`).
     """
     steps, _ = common_steps(traces)
-    offsets = align_on_ends(traces).offsets_ns
-    locals_ = [build_local(t, *_window(t, steps)) for t in traces]
-    return Measured(_span_ns(locals_, offsets) / _step_count(steps), steps)
+    return Measured(_span_ns(traces, steps, align_on_ends(traces).offsets_ns) / _step_count(steps), steps)
 
 
 def assemble_window(traces: list[RankTrace]) -> Graph:
@@ -135,10 +133,13 @@ def _step_count(steps: list[int]) -> int:
     return steps[-1] - steps[0] + 1
 
 
-def _span_ns(locals_: list[Local], offsets: list[int]) -> int:
-    first = min(local.begin + offset for local, offset in zip(locals_, offsets, strict=True))
-    last = max(local.finish + offset for local, offset in zip(locals_, offsets, strict=True))
-    return last - first
+def _span_ns(traces: list[RankTrace], steps: list[int], offsets: list[int]) -> int:
+    """From the beginning to the end of consecutive steps, see :func:`measure`."""
+    finish = [step_finish_ns(t) + o for t, o in zip(traces, offsets, strict=True)]
+    begin = min(int(t.step_bounds[steps[0], 0]) + o for t, o in zip(traces, offsets, strict=True))
+    if steps[0] > 0:
+        begin = max([begin, *(int(f[steps[0] - 1]) for f in finish if f[steps[0] - 1] < f[steps[0]])])
+    return max(int(f[steps[-1]]) for f in finish) - begin
 
 
 class _Assembly:
@@ -160,19 +161,21 @@ class _Assembly:
         for local in self.locals:
             graph.warnings += [f"rank {local.rank}: {line}" for line in local.warnings]
         joined = self._match()
+        for group in joined:
+            self._common_end(group)
         self._add_ops(joined)
-        self._add_tensors()
         graph.info.update(
             steps=_step_count(steps),
-            measured_ns=_span_ns(self.locals, self.offsets) / _step_count(steps),
+            measured_ns=_span_ns(traces, steps, self.offsets) / _step_count(steps),
             unprofiled_ns=_unprofiled(traces),
             launch_ns=self._launch_cost(),
-            launch_ops={(x.rank, i): self.ids[id(b[1])] for x in self.locals for i, b in enumerate(x.buckets)},
             main_resource={x.rank: graph.resource(x.main) for x in self.locals},
-            channel=graph.resource(CHANNEL),
+            channel=CHANNEL,
             collectives=self.collectives,
             clock_spread_ns=alignment.spread_ns,
+            contention={x.rank: t.meta.contention for x, t in zip(self.locals, traces, strict=True)},
         )
+        self._add_tensors()
 
     # -- collectives -----------------------------------------------------------------------------
 
@@ -240,7 +243,7 @@ class _Assembly:
         edges: set[tuple[int, int]] = set()
         for _, _, _, op in drafts:
             me = arrivals.get(id(op), self.ids[id(op)])
-            edges.update((self.ids[id(before)], me) for before in op.preds)
+            edges.update((self.ids[id(p)], me) for p in op.preds if id(p) in self.ids)
             if id(op) in arrivals:
                 edges.add((me, self.ids[id(op)]))
         broken = _break_cycles(len(graph.column("kind")), edges)
@@ -260,9 +263,15 @@ class _Assembly:
             tensor=op.tensor, rank=rank, nbytes=op.nbytes,
         )  # fmt: skip
 
+    def _common_end(self, group: list[DraftOp | None]) -> None:
+        """Give the members one end, the first rank's to leave: that a rank goes on later is its own gap."""
+        members = [(op, o) for op, o in zip(group, self.offsets, strict=True) if op is not None]
+        end = max(min(op.end + o for op, o in members), max(op.start + o for op, o in members))
+        for op, offset in members:
+            op.end = end - offset
+
     def _end(self, group: list[DraftOp | None]) -> int:
-        """Common end on the first rank's clock: the median over ranks."""
-        return int(np.median([op.end + o for op, o in zip(group, self.offsets, strict=True) if op is not None]))
+        return next(op.end + o for op, o in zip(group, self.offsets, strict=True) if op is not None)
 
     def _transfer(self, group: list[DraftOp | None], previous_end: int) -> int:
         """The one op that stands for a joined collective. Returns its end, for a serial channel."""
@@ -288,7 +297,7 @@ class _Assembly:
         return max(end, previous_end) if serial else previous_end
 
     def _note(self, op: DraftOp, made: int, duration: int) -> None:
-        bucket = next((i for i, b in enumerate(self.locals[0].buckets) if b[2] is op), -1)
+        bucket = next((i for i, b in enumerate(self.locals[0].buckets) if b.run is op), -1)
         self.collectives.append(
             {"nbytes": op.nbytes, "duration_ns": duration, "op": made, "ops": (made,), "name": op.name, "bucket": bucket}
         )
@@ -297,13 +306,13 @@ class _Assembly:
 
     def _add_tensors(self) -> None:
         graph, first = self.graph, self.locals[0]
-        if not first.outs:
-            return
+        if not first.outs or self.graph.info.get("steps") != 1:
+            return  # a graph of several steps has a gradient several times
         known = self.traces[0].tensors
         sizes = {t: 0 for t in first.outs}
-        for members, _, run in first.buckets:
-            for t in members:
-                sizes[t] = run.nbytes // len(members) if run.nbytes > 0 else 0
+        for b in first.buckets:
+            if b.run is not None and b.run.nbytes > 0:
+                sizes.update((t, b.run.nbytes // len(b.members)) for t in b.members)
         for t in range(max(first.outs) + 1):
             told = known[t] if t < len(known) else None
             graph.tensors.append(
@@ -316,9 +325,9 @@ class _Assembly:
             graph.in_op.update({(local.rank, t): self.ids[id(op)] for t, op in local.ins.items()})
         graph.set_buckets(
             [
-                Bucket(tuple(members), sum(graph.tensors[t].nbytes for t in members), (self.ids[id(run)],))
-                for members, launch, run in first.buckets
-                if run is not launch
+                Bucket(tuple(b.members), sum(graph.tensors[t].nbytes for t in b.members), (self.ids[id(b.run)],))
+                for b in first.buckets
+                if b.run is not None
             ]
         )
         for i, bucket in enumerate(graph.buckets):
@@ -329,7 +338,7 @@ class _Assembly:
             graph.warnings.append("ranks differ in the number of gradients")
 
     def _launch_cost(self) -> float:
-        costs = [launch.duration for local in self.locals for _, launch, _ in local.buckets]
+        costs = [b.launch.duration for local in self.locals for b in local.buckets]
         return float(np.median(costs)) if costs else 0.0
 
 

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 
 import numpy as np
 
-from dpro.graph.draft import DraftOp, Local
+from dpro.graph.draft import DraftBucket, DraftOp, Local
 from dpro.graph.graph import OpKind
 from dpro.graph.threads import ACCUMULATE, COPY_BACK, ENQUEUE_PREFIX
 from dpro.trace.model import EventKind, RankTrace
@@ -21,112 +21,155 @@ CHANNEL = "group/gloo"
 
 
 def add_gradients(trace: RankTrace, local: Local, rows: list[int]) -> None:
-    """Put OUT markers into the main chain, mark IN ops, and list the buckets (collectives come later).
+    """Mark OUT and IN ops in the main chain and list the buckets (their collectives come later).
 
-    Only for host-side DDP, where the gradients are accumulated on the main thread.
+    The OUT op of a bucket's last gradient is the call that launches the bucket, so that its cost sits
+    in the duration of that op; the others are zero-length. Only for host-side DDP, where the gradients
+    are accumulated on the main thread.
+
+    Args:
+        rows: host rows of the main thread in the window.
     """
-    names = {i: name for i, name in enumerate(trace.names)}
-    ready = [r for r in rows if names[int(trace.name[r])] == ACCUMULATE]
-    launches = [r for r in rows if _is_enqueue(names[int(trace.name[r])])]
-    ends = trace.end[ready].tolist()
-    starts = trace.start[ready].tolist()
-    if not ready or not _on_host(trace):
+    if any(name.startswith("stream/") for name in trace.resources):
         return
-    # Without a synchronisation after it (accumulation micro-steps) a gradient is no OUT.
-    inside: list[tuple[int, int]] = []  # (position in ready, launch row)
+    names = trace.names
+    ready: dict[int, list[int]] = {}
+    launches: dict[int, list[int]] = {}
+    for row, step, name in zip(rows, trace.step[rows].tolist(), trace.columns["name"][rows].tolist(), strict=True):
+        if names[name] == ACCUMULATE:
+            ready.setdefault(step, []).append(row)
+        elif _is_enqueue(names[name]):
+            launches.setdefault(step, []).append(row)
+    for step in sorted(ready):
+        if step in launches:
+            _step_gradients(trace, local, ready[step], launches[step])
+
+
+def _step_gradients(trace: RankTrace, local: Local, ready: list[int], launches: list[int]) -> None:
+    """One step of :func:`add_gradients`: its AccumulateGrad rows and its enqueue calls."""
+    starts, ends = trace.start[ready].tolist(), trace.end[ready].tolist()
+    inside: list[tuple[int, int]] = []  # (place in ready, launch row)
     for launch in launches:
         at = bisect_right(starts, int(trace.start[launch])) - 1
         if at >= 0 and trace.start[launch] < ends[at]:
             inside.append((at, launch))
     if not inside:
         return
-    count = len(trace.tensors) or _gradients_per_pass(ready, inside)
+    # Accumulation micro-steps come before the pass that synchronises: their gradients are no OUT.
     final = inside[-1][0]
+    count = sum(t.ready >= 0 for t in trace.tensors) or final + 1
     base = max(0, final + 1 - count)
-    inside = [(at - base, launch) for at, launch in inside if at >= base]
     ready = ready[base : final + 1]
-    order = _tensor_order(trace, len(ready))
+    inside = [(at - base, launch) for at, launch in inside if at >= base]
+    told = sorted((t.ready, i) for i, t in enumerate(trace.tensors) if t.ready >= 0)
+    order = [i for _, i in told] if len(told) == len(ready) else list(range(len(ready)))
     chain = local.chains[local.main]
-    opened = {row: op for op in reversed(chain) for row in op.rows[:1]}
-    first_launch = {at: launch for at, launch in reversed(inside)}
-    markers: list[tuple[int, DraftOp]] = []
+    opened = {op.rows[0]: op for op in chain if op.rows}
+    first_launch = {at: opened[launch] for at, launch in reversed(inside) if launch in opened}
+    markers: list[DraftOp] = []
+    local.outs.clear()
     for k, row in enumerate(ready):
-        launch_row = first_launch.get(k)
-        instant = int(trace.end[row]) if launch_row is None else int(trace.start[launch_row])
-        marker = DraftOp("gradient ready", OpKind.OUT, local.main, instant, instant, 0, tensor=order[k])
-        local.outs[order[k]] = marker
-        markers.append((instant, marker))
+        op = first_launch.get(k)
+        if op is None:
+            instant = int(trace.end[row])
+            op = DraftOp("gradient ready", OpKind.OUT, local.main, instant, instant, 0)
+            markers.append(op)
+        op.kind, op.tensor = OpKind.OUT, order[k]
+        local.outs[order[k]] = op
     _insert(chain, markers)
+    buckets: list[DraftBucket] = []
     previous = 0
     for at, launch in inside:
-        op = opened.get(launch)
-        if op is None:
+        if launch not in opened:
             continue
-        op.kind = OpKind.LOCAL
-        bucket = len(local.buckets)
-        told = [i for i, t in enumerate(trace.tensors) if t.bucket == bucket]
-        members = told or [order[k] for k in range(previous, at + 1)]
+        listed = [i for i, t in enumerate(trace.tensors) if t.bucket == len(buckets) and i in local.outs]
+        listed.sort(key=lambda i: trace.tensors[i].ready)
+        buckets.append(DraftBucket(listed or [order[k] for k in range(previous, at + 1)], opened[launch]))
         previous = max(previous, at + 1)
-        local.buckets.append((members, op, op))  # the collective replaces the second op later
-    _mark_ins(trace, local, rows, int(trace.end[ready[-1]]))
+    local.buckets += buckets
+    _mark_ins(local, buckets, int(trace.end[ready[-1]]))
+
+
+def _mark_ins(local: Local, buckets: list[DraftBucket], backward_end: int) -> None:
+    """First uses of reduced gradients after the backward pass.
+
+    DDP waits for bucket after bucket and copies each back, a ``copy_bucket_to_grad`` per gradient; the
+    wait comes before everything since the bucket before (views may be made first). Where nothing is
+    copied back (gradient_as_bucket_view) it waits for all of them before it returns.
+    """
+    chain = local.chains[local.main]
+    at = next((i for i, op in enumerate(chain) if op.start >= backward_end and op.kind != OpKind.OUT), len(chain))
+    members = [t for bucket in buckets for t in bucket.members]
+    places = [i for i in range(at, len(chain)) if chain[i].name == COPY_BACK][: len(members)]
+    local.ins.clear()
+    if len(places) < len(members):
+        instant = chain[at].start if at < len(chain) else local.last.start
+        marker = DraftOp("gradients reduced", OpKind.IN, local.main, instant, instant, 0)
+        chain.insert(at, marker)
+        local.ins.update(dict.fromkeys(members, marker))
+        for bucket in buckets:
+            bucket.first_in = marker
+        return
+    for bucket in buckets:
+        for number, tensor in enumerate(bucket.members):
+            place = places.pop(0)
+            op = chain[at] if number == 0 else chain[place]
+            op.kind, op.tensor = OpKind.IN, tensor
+            local.ins[tensor] = op
+            if number == 0:
+                bucket.first_in = op
+            at = place + 1
 
 
 def add_host_collectives(trace: RankTrace, local: Local, begin: int, end: int) -> None:
-    """Ops for collectives that run on host worker threads, and who waits for them."""
-    host = [not name.startswith("stream/") for name in trace.resources]
+    """Ops for collectives that run on host worker threads, and who waits for them.
+
+    The i-th call that enqueues one is the i-th run of that kind, by start.
+    """
+    threads = [i for i, name in enumerate(trace.resources) if not name.startswith("stream/")]
+    mine = (trace.kind == EventKind.COLLECTIVE) & np.isin(trace.resource, threads) & (trace.start >= begin)
     runs: dict[str, list[int]] = {}
-    for row in np.flatnonzero(trace.kind == EventKind.COLLECTIVE).tolist():
-        if host[trace.resource[row]] and trace.start[row] >= begin:
-            runs.setdefault(trace.collectives[row].name.replace("_", ""), []).append(row)
+    for row in np.flatnonzero(mine).tolist():
+        runs.setdefault(trace.collectives[row].name.replace("_", ""), []).append(row)
     if not runs:
         return
     chain = local.chains[local.main]
-    bucket_of = {id(launch): i for i, (_, launch, _) in enumerate(local.buckets)}
-    firsts = _first_ins(local)
+    bucket_of = {id(bucket.launch): bucket for bucket in local.buckets}
     used: dict[str, int] = {}
     for op in [op for op in chain if _is_enqueue(op.name)]:
-        what = op.name.removeprefix(ENQUEUE_PREFIX).strip("_").replace("_", "")
+        what = op.name.removeprefix(ENQUEUE_PREFIX).replace("_", "")
         rows, at = runs.get(what, []), used.get(what, 0)
         if at >= len(rows):
             continue
         used[what] = at + 1
-        row = rows[at]
-        start, finish = max(int(trace.start[row]), op.end), int(trace.end[row])
-        run = DraftOp(
-            name=trace.names[trace.name[row]],
-            kind=OpKind.COLLECTIVE,
-            resource=CHANNEL,
-            start=min(start, finish),
-            end=finish,
-            duration=max(0, finish - start),
-            preds=[op],
-            nbytes=int(trace.nbytes[row]),
-            collective=row,
-        )
+        start, finish = max(int(trace.start[rows[at]]), op.end), int(trace.end[rows[at]])
+        run = _run(trace, rows[at], min(start, finish), finish, [op])
         local.ops.append(run)
         bucket = bucket_of.get(id(op))
         if bucket is not None:
-            members, launch, _ = local.buckets[bucket]
-            local.buckets[bucket] = (members, launch, run)
-        _waits(local, chain, run, firsts.get(bucket) if bucket is not None else None)
-    lost = sum(len(rows) - used.get(what, 0) for what, rows in runs.items() if any(trace.end[r] < end for r in rows))
-    unlaunched = [r for what, rows in runs.items() for r in rows[used.get(what, 0) :] if trace.end[r] < end]
-    if lost and unlaunched and not used:
-        for row in unlaunched:  # nobody says who launched them: they stand beside the host's ops
-            start, finish = int(trace.start[row]), int(trace.end[row])
-            name = trace.names[trace.name[row]]
-            run = DraftOp(name, OpKind.COLLECTIVE, CHANNEL, start, finish, finish - start, collective=row)
-            run.nbytes = int(trace.nbytes[row])
-            run.after(local.first)
-            local.last.after(run)
-            local.ops.append(run)
+            bucket.run = run
+        _waits(local, chain, run, bucket.first_in if bucket is not None else None)
+    if used:
+        return
+    # Nobody says who launched them (a trace of the workers alone): they stand beside the host's ops.
+    before = begin
+    for row in sorted(row for rows in runs.values() for row in rows if trace.end[row] <= end):
+        start, finish = max(int(trace.start[row]), before), int(trace.end[row])
+        before = max(before, finish)
+        run = _run(trace, row, min(start, finish), finish, [local.first])
+        local.last.after(run)
+        local.ops.append(run)
+
+
+def _run(trace: RankTrace, row: int, start: int, end: int, after: list[DraftOp]) -> DraftOp:
+    name, nbytes = trace.names[int(trace.columns["name"][row])], int(trace.nbytes[row])
+    return DraftOp(name, OpKind.COLLECTIVE, CHANNEL, start, end, end - start, after, nbytes, collective=row)
 
 
 def _waits(local: Local, chain: list[DraftOp], run: DraftOp, first_in: DraftOp | None) -> None:
     """Tie a collective to the op that waits for it: the bucket's first IN, else where the host was silent."""
     if first_in is None:
-        starts = [op.start for op in chain]
-        after = bisect_left(starts, run.end)
+        after = bisect_left([op.start for op in chain], run.end)
         if after == 0:
             return
         first_in = chain[after] if after < len(chain) else local.last
@@ -135,7 +178,7 @@ def _waits(local: Local, chain: list[DraftOp], run: DraftOp, first_in: DraftOp |
     if first_in.start >= run.start:
         first_in.after(run)
         if first_in.start < run.end:
-            # the worker's own end mark may come after the waiter was woken: that is no wait
+            # The worker's own end mark may come after the waiter was woken: that is no wait.
             run.end = max(run.start, first_in.start)
             run.duration = run.end - run.start
 
@@ -144,62 +187,13 @@ def _is_enqueue(name: str) -> bool:
     return name.startswith(ENQUEUE_PREFIX) and name.endswith("_") and not name.endswith("wait_")
 
 
-def _on_host(trace: RankTrace) -> bool:
-    return not any(name.startswith("stream/") for name in trace.resources)
-
-
-def _gradients_per_pass(ready: list[int], inside: list[tuple[int, int]]) -> int:
-    """Gradients of the pass that synchronises when the tensor table is unknown: back to the pass before.
-
-    All passes are alike, so the launches' count per pass divides; with one pass it is everything.
-    """
-    return len(ready) if inside[0][0] < len(ready) // 2 or len(inside) == 1 else inside[-1][0] + 1
-
-
-def _tensor_order(trace: RankTrace, count: int) -> list[int]:
-    """k-th ready -> tensor index."""
-    told = sorted((t.ready, i) for i, t in enumerate(trace.tensors) if t.ready >= 0)
-    if len(told) == count:
-        return [i for _, i in told]
-    return list(range(count))
-
-
-def _insert(chain: list[DraftOp], markers: list[tuple[int, DraftOp]]) -> None:
+def _insert(chain: list[DraftOp], markers: list[DraftOp]) -> None:
     """Put zero-length markers into a chain, after everything that ended by their instant."""
     out: list[DraftOp] = []
     at = 0
-    for instant, marker in markers:
-        while at < len(chain) and (chain[at].end <= instant and chain[at].start < instant):
+    for marker in markers:
+        while at < len(chain) and chain[at].end <= marker.start and chain[at].start < marker.start:
             out.append(chain[at])
             at += 1
         out.append(marker)
     chain[:] = [*out, *chain[at:]]
-
-
-def _mark_ins(trace: RankTrace, local: Local, rows: list[int], after: int) -> None:
-    """IN ops: a copy per gradient, else the first op after the backward pass for all of them."""
-    chain = local.chains[local.main]
-    copies = [op for op in chain if op.name == COPY_BACK and op.start >= after - 1_000]
-    members = [t for tensors, _, _ in local.buckets for t in tensors]
-    if len(copies) == len(members):
-        for tensor, op in zip(members, copies, strict=True):
-            op.kind, op.tensor = OpKind.IN, tensor
-            local.ins[tensor] = op
-        return
-    following = next((op for op in chain if op.start >= after and op.kind != OpKind.BACKWARD), None)
-    if following is None:
-        following = local.last
-    marker = DraftOp("reduced gradients", OpKind.IN, local.main, following.start, following.start, 0)
-    chain.insert(chain.index(following) if following is not local.last else len(chain), marker)
-    for tensor in members:
-        local.ins[tensor] = marker
-
-
-def _first_ins(local: Local) -> dict[int, DraftOp]:
-    """Per bucket the IN op that comes first on the host."""
-    out = {}
-    for i, (members, _, _) in enumerate(local.buckets):
-        found = [local.ins[t] for t in members if t in local.ins]
-        if found:
-            out[i] = min(found, key=lambda op: op.start)
-    return out

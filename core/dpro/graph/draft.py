@@ -49,12 +49,25 @@ class DraftOp:
         return max(0, self.start - ready)
 
 
+@dataclass(eq=False)
+class DraftBucket:
+    """Gradients (tensor ids, ready order) that are synchronised together in one step."""
+
+    members: list[int]
+    launch: DraftOp
+    #: first host op that runs only when the bucket is reduced
+    first_in: DraftOp | None = None
+    #: the collective, where it was seen
+    run: DraftOp | None = None
+
+
 @dataclass
 class Local:
     """One rank's ops between two instants.
 
     ``first`` and ``last`` are zero-length ops at the start and the end of the window on the main
     host thread; every device op that was launched inside is there even if it ran past the end.
+    Predecessors that are not in ``ops`` belong to the time before: they only explain gaps.
     """
 
     rank: int
@@ -68,14 +81,9 @@ class Local:
     chains: dict[str, list[DraftOp]] = field(default_factory=dict)
     #: ops that stand for collectives, in order of start
     collectives: list[DraftOp] = field(default_factory=list)
-    #: gradient k (ready order) -> op
+    #: tensor -> op of kind OUT, IN (of the last step in the window)
     outs: dict[int, DraftOp] = field(default_factory=dict)
     ins: dict[int, DraftOp] = field(default_factory=dict)
-    #: per bucket: gradients in it, the op that launches it, its collective
-    buckets: list[tuple[list[int], DraftOp, DraftOp]] = field(default_factory=list)
+    #: in launch order, over all steps of the window
+    buckets: list[DraftBucket] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-
-    @property
-    def finish(self) -> int:
-        """When the last work of the window ended (its end on the host, or a later kernel's)."""
-        return max([self.end, *(op.end for op in self.ops)])

@@ -19,21 +19,22 @@ import numpy as np
 from dpro.graph.ddp import add_gradients, add_host_collectives
 from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import OpKind
-from dpro.graph.threads import COPY_BACK, ENQUEUE_PREFIX, chain, host_threads
+from dpro.graph.threads import COPY_BACK, ENQUEUE_PREFIX, chain, host_threads, update_ranges
 from dpro.trace.model import EventKind, RankTrace
+from dpro.trace.steps import device_rows, launch_times
 
 #: Clocks of host and device agree to about this much in one trace.
 _TOLERANCE_NS = 2_000
 #: CUDA lets about 1,024 launches be outstanding on a stream; then the next call blocks.
 _QUEUE_DEPTH = 1_000
-_DEVICE_KINDS = (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE)
 
 
 def build_local(trace: RankTrace, begin: int, end: int, rank: int | None = None) -> Local:
     """Ops of ``trace`` for the window [begin, end) ns of its own clock.
 
-    Host ops belong where they start, device ops where their launch started; device work launched
-    earlier and still running at ``begin`` is carried in as ops that start with the window.
+    Host ops belong where they start, device ops where their launch started. Device work launched
+    earlier explains why ops of the window started late, but is no part of it: the graph is that of a
+    step which finds the device idle.
 
     Args:
         rank: number used in names; the trace's own where None.
@@ -50,25 +51,11 @@ def build_local(trace: RankTrace, begin: int, end: int, rank: int | None = None)
         first=DraftOp("step begin", OpKind.LOCAL, name, begin, begin, 0),
         last=DraftOp("step end", OpKind.LOCAL, name, end, end, 0),
     )
-    device = _device_rows(trace, begin, end)
-    flows = set(trace.flow[device].tolist()) - {-1}
-    # On the host alone an enqueued collective or a copy back is one thing; beside a device they launch.
-    on_device = any(name.startswith("stream/") for name in trace.resources)
-    enqueues = {i for i, n in enumerate(trace.names) if n.startswith(ENQUEUE_PREFIX) and n.endswith("_")}
-    whole_names = set() if on_device else enqueues | {i for i, n in enumerate(trace.names) if n == COPY_BACK}
-    cut_kinds = {int(k) for k in (EventKind.SYNC, EventKind.EVENT_RECORD, EventKind.STREAM_WAIT)}
-
-    def cuts(row: int) -> bool:
-        kind = trace.kind[row]
-        if kind == EventKind.CPU_OP:
-            return int(trace.name[row]) in enqueues
-        return int(kind) in cut_kinds if kind != EventKind.RUNTIME else int(trace.flow[row]) in flows
-
-    def whole(row: int) -> bool:
-        return int(trace.name[row]) in whole_names
-
+    device, earlier = _device_rows(trace, begin, end)
+    cuts, whole = _cuts(trace, device)
     for thread, rows in threads.items():
-        local.chains[f"rank{rank}/{trace.resources[thread]}"] = chain(trace, rows, cuts, whole, rank)
+        resource = f"rank{rank}/{trace.resources[thread]}"
+        local.chains[resource] = chain(trace, rows, cuts, whole, update_ranges(trace, thread), resource)
     local.chains.setdefault(name, [])
     add_gradients(trace, local, threads.get(main, []) if main is not None else [])
     for thread_name, ops in local.chains.items():
@@ -79,7 +66,7 @@ def build_local(trace: RankTrace, begin: int, end: int, rank: int | None = None)
                 ops[0].after(local.first)
             local.last.after(ops[-1] if ops else local.first)
     _hand_over(local)
-    _Device(trace, local, device).build()
+    _Device(trace, local, device, earlier).build()
     add_host_collectives(trace, local, begin, end)
     host = [op for ops in local.chains.values() for op in ops]
     local.ops = [local.first, *host, *local.ops, local.last]
@@ -90,9 +77,23 @@ def build_local(trace: RankTrace, begin: int, end: int, rank: int | None = None)
     return local
 
 
+def _cuts(trace: RankTrace, device: list[int]) -> tuple[set[int], set[int]]:
+    """Host rows that something hangs on, and those that stay one op with all they hold."""
+    enqueues = [i for i, n in enumerate(trace.names) if n.startswith(ENQUEUE_PREFIX) and n.endswith("_")]
+    copies = [i for i, n in enumerate(trace.names) if n == COPY_BACK]
+    is_op = trace.kind == EventKind.CPU_OP
+    on_device = any(name.startswith("stream/") for name in trace.resources)
+    # On the host alone an enqueued collective or a copy back is one thing; beside a device they launch.
+    whole = np.zeros(len(trace), "?") if on_device else is_op & np.isin(trace.name, [*enqueues, *copies])
+    cut = is_op & np.isin(trace.name, enqueues)
+    cut |= np.isin(trace.kind, (EventKind.SYNC, EventKind.EVENT_RECORD, EventKind.STREAM_WAIT))
+    cut |= (trace.kind == EventKind.RUNTIME) & (trace.flow >= 0) & np.isin(trace.flow, trace.flow[device])
+    return set(np.flatnonzero(cut).tolist()), set(np.flatnonzero(whole).tolist())
+
+
 def _main_thread(trace: RankTrace, threads: dict[int, list[int]]) -> int | None:
     """The thread that carries the step marks; else the one busy first."""
-    marks = [i for i in np.flatnonzero(trace.kind == EventKind.ANNOTATION).tolist()]
+    marks = np.flatnonzero(trace.kind == EventKind.ANNOTATION).tolist()
     for prefix in ("ProfilerStep", "Optimizer."):
         for i in marks:
             if trace.names[trace.name[i]].startswith(prefix) and int(trace.resource[i]) in threads:
@@ -100,20 +101,13 @@ def _main_thread(trace: RankTrace, threads: dict[int, list[int]]) -> int | None:
     return min(threads, key=lambda t: trace.start[threads[t][0]], default=None)
 
 
-def _device_rows(trace: RankTrace, begin: int, end: int) -> list[int]:
-    """Device rows of the window, see :func:`build_local`."""
-    calls = np.flatnonzero(np.isin(trace.kind, (EventKind.RUNTIME, EventKind.SYNC)))
-    called = dict(zip(trace.flow[calls].tolist(), trace.start[calls].tolist()))
-    called.pop(-1, None)
-    out = []
-    rows = np.flatnonzero(np.isin(trace.kind, _DEVICE_KINDS))
-    for row in rows.tolist():
-        if not trace.resources[trace.resource[row]].startswith("stream/"):
-            continue
-        launched = called.get(int(trace.flow[row]), int(trace.start[row]))
-        if launched < end and (launched >= begin or trace.end[row] > begin):
-            out.append(row)
-    return out
+def _device_rows(trace: RankTrace, begin: int, end: int) -> tuple[list[int], set[int]]:
+    """Device rows that matter to the window, and which of them were launched before it."""
+    rows = device_rows(trace)
+    launched = launch_times(trace, rows)
+    earlier = (launched < begin) & (trace.end[rows] > begin)
+    inside = (launched >= begin) & (launched < end)
+    return rows[inside | earlier].tolist(), set(rows[earlier].tolist())
 
 
 def _hand_over(local: Local) -> None:
@@ -153,8 +147,8 @@ class _Launch:
 class _Device:
     """Puts device ops into a :class:`Local` and ties them to the host."""
 
-    def __init__(self, trace: RankTrace, local: Local, rows: list[int]) -> None:
-        self.trace, self.local = trace, local
+    def __init__(self, trace: RankTrace, local: Local, rows: list[int], earlier: set[int]) -> None:
+        self.trace, self.local, self.earlier = trace, local, earlier
         self.streams: dict[int, list[_Launch]] = {}
         #: host row -> its op; only rows that opened an op can be launched from or waited on
         self.host: dict[int, DraftOp] = {}
@@ -176,25 +170,26 @@ class _Device:
         call_of = dict(zip(trace.flow[calls].tolist(), calls.tolist()))
         call_of.pop(-1, None)
         last: dict[int, DraftOp] = {}
-        for row in self.rows:
-            stream = int(trace.resource[row])
-            call = call_of.get(int(trace.flow[row]))
+        called = trace.start.tolist()
+        columns = [trace.columns[key][self.rows].tolist() for key in ("resource", "flow", "start", "end", "kind", "name", "nbytes")]
+        for row, stream, flow, start, end, event, name, nbytes in zip(self.rows, *columns, strict=True):
+            call = call_of.get(flow)
             host = self.host.get(call) if call is not None else None
             before = last.get(stream)
-            start = max(int(trace.start[row]), before.end if before else local.begin)
-            end = max(start, int(trace.end[row]))
-            is_collective = trace.kind[row] == EventKind.COLLECTIVE
+            start = max(start, before.end if before else local.begin)
+            end = max(start, end)
+            is_collective = event == EventKind.COLLECTIVE
             kind = host.kind if host is not None else OpKind.FORWARD
-            if is_collective or trace.kind[row] == EventKind.MEMCPY:
+            if is_collective or event == EventKind.MEMCPY:
                 kind = OpKind.COLLECTIVE if is_collective else OpKind.LOCAL
             op = DraftOp(
-                name=trace.names[trace.name[row]],
+                name=trace.names[name],
                 kind=kind,
                 resource=f"rank{local.rank}/{trace.resources[stream]}",
                 start=start,
                 end=end,
                 duration=end - start,
-                nbytes=int(trace.nbytes[row]),
+                nbytes=nbytes,
                 collective=row if is_collective else -1,
             )
             op.after(before)
@@ -202,9 +197,10 @@ class _Device:
                 # The kernel may run before the call returns: it follows what the call followed.
                 op.after(*host.preds)
             last[stream] = op
-            launched = int(trace.start[call]) if call is not None else start
+            launched = called[call] if call is not None else start
             self.streams.setdefault(stream, []).append(_Launch(op, row, launched, host))
-            local.ops.append(op)
+            if row not in self.earlier:
+                local.ops.append(op)
         self.called = {s: [x.call for x in items] for s, items in self.streams.items()}
 
     def _last_before(self, stream: int, instant: int) -> DraftOp | None:
@@ -293,19 +289,22 @@ class _Device:
                 host.wait_until(op.end)
 
     def _full_queue(self) -> None:
-        """Launches that block because the queue is full follow the device op that made room."""
-        items = sorted((x for xs in self.streams.values() for x in xs if x.host is not None), key=lambda x: x.call)
+        """Calls that block because the launch queue is full follow the device op that made room."""
+        items = sorted((x for xs in self.streams.values() for x in xs), key=lambda x: x.call)
         if len(items) < _QUEUE_DEPTH:
             return
-        ends = sorted((x.op.end, i) for i, x in enumerate(items))
-        finish = [end for end, _ in ends]
-        typical = float(np.median([x.host.duration for x in items if x.host is not None]))
-        for number, item in enumerate(items):
-            host = item.host
-            assert host is not None
-            if number - bisect_right(finish, host.start) < _QUEUE_DEPTH or host.duration <= 1.5 * typical:
+        calls = [x.call for x in items]
+        ended = sorted((x.op.end, i) for i, x in enumerate(items))
+        finish = [end for end, _ in ended]
+        records = np.flatnonzero(np.isin(self.trace.kind, (EventKind.EVENT_RECORD, EventKind.STREAM_WAIT))).tolist()
+        blocked = [x.host for x in items] + [self.host.get(row) for row in records]
+        for host in blocked:
+            if host is None:
                 continue
+            outstanding = bisect_left(calls, host.start) - bisect_right(finish, host.start)
             at = bisect_right(finish, host.end) - 1
-            freed = items[ends[at][1]]
-            if freed.call < item.call and finish[at] > host.start:
+            if outstanding < _QUEUE_DEPTH or at < 0 or finish[at] <= host.start:
+                continue
+            freed = items[ended[at][1]]
+            if freed.call < host.start:
                 self._wait(host, [freed.op])

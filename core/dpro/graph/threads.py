@@ -8,8 +8,8 @@ annotate (ProfilerStep, Optimizer.step) take no time of their own.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,9 @@ _HOST_KINDS = (
     EventKind.EVENT_RECORD,
     EventKind.STREAM_WAIT,
 )
+
+
+Ranges = tuple[list[int], list[int]]
 
 
 @dataclass(slots=True)
@@ -63,19 +66,19 @@ def host_threads(trace: RankTrace, begin: int, end: int) -> dict[int, list[int]]
 
 
 def chain(
-    trace: RankTrace, rows: list[int], cuts: Callable[[int], bool], whole: Callable[[int], bool], rank: int
+    trace: RankTrace, rows: list[int], cuts: set[int], whole: set[int], ranges: Ranges, resource: str
 ) -> list[DraftOp]:
     """Ops of one thread in order, not yet joined by edges.
 
     Args:
         rows: event rows of the thread, sorted by start, longer first.
-        cuts: rows for which this is true are never merged with what is before, after or inside.
-        whole: rows for which this is true become one op with everything inside.
-        rank: for the resource name.
+        cuts: rows that are never merged with what is before, after or inside them.
+        whole: rows that become one op with everything inside.
+        ranges: of Optimizer.step on this thread, see :func:`update_ranges`.
     """
-    updates = _update_ranges(trace, rows)
-    resource = f"rank{rank}/{trace.resources[trace.resource[rows[0]]]}"
     overhead = trace.meta.event_overhead_ns
+    base = rows[0]
+    names = [trace.names[n] for n in trace.columns["name"][base : rows[-1] + 1].tolist()]
     out: list[DraftOp] = []
     begun: set[int] = set()  # rows already counted for overhead
     spans: list[list[_Piece]] = []
@@ -90,28 +93,28 @@ def chain(
         fresh = [p.owner for p in span if p.owner not in begun]
         begun.update(fresh)
         start, end = span[0].start, span[-1].end
-        name = trace.names[trace.name[longest.label]]
+        name = names[longest.label - base]
         events = len(fresh) + sum(absorbed[row] for row in fresh)
         duration = max(0, end - start - round(overhead * events))
-        kind = _kind(trace, span[0], name, updates)
+        kind = _kind(span[0].start, name, names[span[0].top - base], ranges)
         out.append(DraftOp(name, kind, resource, start, end, duration, rows=[p.owner for p in span]))
     return out
 
 
-def _joins(span: list[_Piece], piece: _Piece, cuts: Callable[[int], bool]) -> bool:
+def _joins(span: list[_Piece], piece: _Piece, cuts: set[int]) -> bool:
     """May the piece go on with the span's op?"""
     last = span[-1]
     if piece.top != last.top or piece.start > last.end:
         return False
     if piece.owner == last.owner:
         return True
-    if cuts(piece.owner) or cuts(last.owner):
+    if piece.owner in cuts or last.owner in cuts:
         return False
     return min(piece.end - piece.start, span[-1].end - span[0].start) < _OWN_OP_NS
 
 
 def _pieces(
-    trace: RankTrace, rows: list[int], whole: Callable[[int], bool]
+    trace: RankTrace, rows: list[int], whole: set[int]
 ) -> tuple[list[_Piece], Counter[int]]:
     """Exclusive pieces in time order, and how many events were absorbed by each whole row.
 
@@ -136,7 +139,7 @@ def _pieces(
             emit(stack[-1][1])
             stack.pop()
         if stack:
-            if whole(stack[-1][0]):
+            if stack[-1][0] in whole:
                 absorbed[stack[-1][0]] += 1
                 continue
             emit(start)
@@ -155,19 +158,25 @@ def _pieces(
     return out, absorbed
 
 
-def _update_ranges(trace: RankTrace, rows: list[int]) -> tuple[list[int], list[int]]:
-    """Starts and ends of Optimizer.step ranges on the thread of ``rows``."""
-    thread = trace.resource[rows[0]]
-    marks = np.flatnonzero((trace.kind == EventKind.ANNOTATION) & (trace.resource == thread)).tolist()
-    marks = [i for i in marks if trace.names[trace.name[i]].startswith("Optimizer.step")]
-    return trace.start[marks].tolist(), trace.end[marks].tolist()
+def update_ranges(trace: RankTrace, thread: int) -> Ranges:
+    """Starts and ends of Optimizer.step ranges on one thread, outermost ones, in order."""
+    wanted = [i for i, name in enumerate(trace.names) if name.startswith("Optimizer.step")]
+    mine = (trace.kind == EventKind.ANNOTATION) & (trace.resource == thread) & np.isin(trace.name, wanted)
+    starts: list[int] = []
+    ends: list[int] = []
+    for start, end in zip(trace.start[mine].tolist(), trace.end[mine].tolist(), strict=True):
+        if not ends or start >= ends[-1]:
+            starts.append(start)
+            ends.append(end)
+    return starts, ends
 
 
-def _kind(trace: RankTrace, piece: _Piece, name: str, updates: tuple[list[int], list[int]]) -> OpKind:
+def _kind(start: int, name: str, top: str, ranges: Ranges) -> OpKind:
     if name.startswith(ENQUEUE_PREFIX):
         return OpKind.LOCAL
-    if trace.names[trace.name[piece.top]].startswith(BACKWARD_PREFIX):
+    if top.startswith(BACKWARD_PREFIX):
         return OpKind.BACKWARD
-    if any(start <= piece.start < end for start, end in zip(*updates, strict=True)):
+    at = bisect_right(ranges[0], start) - 1
+    if at >= 0 and start < ranges[1][at]:
         return OpKind.UPDATE
     return OpKind.FORWARD

@@ -13,6 +13,7 @@ from dpro.trace.model import EventKind, RankTrace
 
 #: A first step with fewer kernels than this share of the others' fewest lost some of them.
 _WHOLE_STEP_SHARE = 0.95
+_DEVICE_KINDS = (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE)
 
 
 def infer_steps(trace: RankTrace) -> tuple[npt.NDArray[np.int64], str]:
@@ -50,13 +51,45 @@ def used_steps(trace: RankTrace) -> tuple[list[int], str]:
 
 def kernels_per_step(trace: RankTrace) -> npt.NDArray[np.int64]:
     """Device events by the step of the call that launched them (their own where that is unknown)."""
-    device = np.isin(trace.kind, (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE))
-    rows = np.flatnonzero(device & (trace.flow >= 0))
-    calls = np.flatnonzero(trace.kind == EventKind.RUNTIME)
-    step_of = dict(zip(trace.flow[calls].tolist(), trace.step[calls].tolist()))
-    steps = [step_of.get(flow, own) for flow, own in zip(trace.flow[rows].tolist(), trace.step[rows].tolist())]
-    inside = np.asarray([s for s in steps if s >= 0], dtype=np.int64)
-    return np.bincount(inside, minlength=trace.steps).astype(np.int64)
+    rows = device_rows(trace)
+    step = _step_at(trace, launch_times(trace, rows))
+    return np.bincount(step[step >= 0], minlength=trace.steps).astype(np.int64)
+
+
+def step_finish_ns(trace: RankTrace) -> npt.NDArray[np.int64]:
+    """When each step's last work ended, int64 [steps]: the host's, or that of device work it launched.
+
+    A host that runs ahead ends its step long before the device does; counted like this, the step
+    time of a busy device is the time from one finish to the next.
+    """
+    finish = trace.step_bounds[:, 1].copy()
+    rows = device_rows(trace)
+    step = _step_at(trace, launch_times(trace, rows))
+    np.maximum.at(finish, step[step >= 0], trace.end[rows][step >= 0])
+    return np.maximum.accumulate(finish)
+
+
+def device_rows(trace: RankTrace) -> npt.NDArray[np.int64]:
+    """Rows of kernels, copies and collectives that ran on a device stream."""
+    streams = [i for i, name in enumerate(trace.resources) if name.startswith("stream/")]
+    return np.flatnonzero(np.isin(trace.kind, _DEVICE_KINDS) & np.isin(trace.resource, streams))
+
+
+def launch_times(trace: RankTrace, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Start of the call that launched each device row; its own start where no call is known."""
+    calls = np.flatnonzero(np.isin(trace.kind, (EventKind.RUNTIME, EventKind.SYNC)) & (trace.flow >= 0))
+    if not len(calls):
+        return trace.start[rows]
+    order = calls[np.argsort(trace.flow[calls], kind="stable")]
+    flows = trace.flow[order]
+    at = np.minimum(np.searchsorted(flows, trace.flow[rows]), len(flows) - 1)
+    found = flows[at] == trace.flow[rows]
+    return np.where(found, trace.start[order[at]], trace.start[rows])
+
+
+def _step_at(trace: RankTrace, times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    step = np.searchsorted(trace.step_bounds[:, 0], times, side="right") - 1
+    return np.where((step >= 0) & (times < trace.step_bounds[np.maximum(step, 0), 1]), step, -1)
 
 
 def _pairs(edges: list[int]) -> npt.NDArray[np.int64]:
