@@ -15,7 +15,7 @@ Event = dict[str, Any]
 def load(path: Path) -> list[Event]:
     """Parse the file and hold it to the format; returns its events."""
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    document = json.loads(raw.decode("ascii"), parse_constant=_refuse)
+    document = json.loads(raw.decode("utf-8"), parse_constant=_refuse)
     assert document["displayTimeUnit"] in ("ms", "ns")
     events: list[Event] = document["traceEvents"]
     named_processes: dict[int, str] = {}
@@ -45,6 +45,7 @@ def load(path: Path) -> list[Event]:
         else:
             key = (event["cat"], event["name"], event["id"])
             assert event["ph"] not in flows[key], f"flow {key} twice"
+            assert event["ph"] == "s" or "s" in flows[key], f"flow {key} ends before it starts, if only in the file"
             flows[key][event["ph"]] = event
     assert set(named_threads) == set(slices), "a track without a name, or a name without a track"
     assert set(named_processes) >= {pid for pid, _ in slices}

@@ -1,7 +1,7 @@
 """What changed between two captures: step time, and time per op name, largest change first.
 
 Compares what was measured, not what was replayed: the durations in two graphs (time no child op
-accounts for, so names add up), per rank, averaged over ranks. Knows no file and no output format.
+accounts for, so names add up), per rank and step. Knows no file and no output format.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TypedDict
 import numpy as np
 
 from dpro.graph.graph import Graph
+from dpro.report.summary import step_count
 
 
 class OpChange(TypedDict):
@@ -25,14 +26,15 @@ class OpChange(TypedDict):
 
 
 def time_by_name(graph: Graph) -> dict[str, tuple[float, float]]:
-    """Name -> (ms, count), both per rank. An op shared by all ranks counts once for each."""
+    """Name -> (ms, count), both per rank and step. An op shared by all ranks counts once for each."""
     alive = np.flatnonzero(graph.column("alive"))
     ranks = max(graph.ranks, 1)
+    per = ranks * step_count(graph)
     weight = np.where(graph.column("rank")[alive] < 0, ranks, 1)
     names = graph.column("name")[alive]
     size = len(graph.name_table)
-    ms = np.bincount(names, weights=graph.column("duration")[alive] * weight / 1e6, minlength=size) / ranks
-    count = np.bincount(names, weights=weight, minlength=size) / ranks
+    ms = np.bincount(names, weights=graph.column("duration")[alive] * weight / 1e6, minlength=size) / per
+    count = np.bincount(names, weights=weight, minlength=size) / per
     return {name: (float(ms[i]), float(count[i])) for i, name in enumerate(graph.name_table) if count[i]}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dpro import __version__
 from dpro.report.summary import Summary
-from dpro.report.table import ArmRow
+from dpro.report.table import ArmRow, count_text
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fbfaf8;--card:#fff;--ink:#1d2126;--dim:#667080;--line:#e4e2dd;--good:#1a7f4b;
@@ -62,12 +62,11 @@ def write(path: Path, summary: Summary, arms: Sequence[ArmRow] = (), verdict: st
 def render(summary: Summary, arms: Sequence[ArmRow] = (), verdict: str = "") -> str:
     """The page as text."""
     title = escape(_printable(summary.title))
-    steps = f"{summary.ranks} rank{'s' * (summary.ranks != 1)} · {summary.steps} step{'s' * (summary.steps != 1)}"
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         f"<title>dpro · {title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>",
-        f'<header><h1>{title}</h1><span class="dim">{steps} · {summary.ops:,} ops per step</span></header>',
+        f'<header><h1>{title}</h1><span class="dim">{summary.size}</span></header>',
         _arms(arms, verdict),
         _cards(summary),
         f'<p class="advice">{_code(escape(summary.advice))}</p>',
@@ -116,7 +115,7 @@ def _top(summary: Summary) -> str:
     largest = summary.top[0][4] or 1.0
     rows = "".join(
         f'<tr><td class="name" title="{_text(name)}"><code>{_text(name)}</code></td>'
-        f'<td class="dim">{escape(kind.lower())}</td><td>{count:,}</td><td>{ms:.3f}</td>'
+        f'<td class="dim">{escape(kind.lower())}</td><td>{count_text(count)}</td><td>{ms:.3f}</td>'
         f'<td class="share">{100 * share:.1f} %'
         f'<span class="meter" style="width:{100 * share / largest:.0f}%"></span></td>'
         "</tr>\n"

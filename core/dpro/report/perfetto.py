@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dpro.clock.ends import align_on_ends
+from dpro.graph.assemble import common_steps
 from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
 from dpro.replay.engine import Replay
 from dpro.trace.model import EventKind, RankTrace
@@ -49,12 +51,10 @@ def export(
     *,
     critical: CriticalPath | None = None,
     measured: Sequence[RankTrace] = (),
-    step: int | None = None,
 ) -> int:
     """Write the trace (gzipped if ``path`` ends in ``.gz``). Returns the number of events.
 
-    ``measured`` are the traces the graph was made from, ``step`` the step to show of them (all
-    steps if None).
+    ``measured`` are the traces the graph was made from; their steps that can be averaged are shown.
 
     Raises:
         OSError: the file cannot be written.
@@ -62,8 +62,11 @@ def export(
     ranks = sorted({*range(graph.ranks), *(trace.meta.rank for trace in measured if trace.meta.rank >= 0)})
     tracks = _Tracks(ranks or [0])
     events = list(_replayed(graph, replay, tracks, critical))
-    for index, trace in enumerate(measured):
-        events += _measured(trace, index, tracks, _origin_ns(trace, measured, step), step)
+    if measured:
+        steps, _ = common_steps(list(measured))
+        span_ns = round(graph.info.get("measured_ns", 0) * graph.info.get("steps", 1))
+        for index, (trace, zero_ns) in enumerate(zip(measured, _zeros_ns(measured, steps), strict=True)):
+            events += _measured(trace, index, tracks, steps, zero_ns, span_ns)
     write(path, [*tracks.metadata(), *sorted(events, key=_file_order)])
     return len(events)
 
@@ -71,13 +74,16 @@ def export(
 def write(path: Path, events: Iterable[Event]) -> None:
     """Write events one per line: a cut file can still be read as far as it goes.
 
-    ``json`` escapes control characters; ``allow_nan=False`` refuses what Perfetto cannot read.
+    ``json`` escapes control characters; ``allow_nan=False`` refuses what Perfetto cannot read. Text
+    is written as UTF-8, since Perfetto shows ``\\u`` escapes of track names as they are; half a
+    surrogate pair, which UTF-8 lacks, stays an escape.
     """
-    with gzip.open(path, "wt", encoding="ascii") if path.suffix == ".gz" else path.open("w", encoding="ascii") as out:
+    text = {"mode": "wt", "encoding": "utf-8", "errors": "backslashreplace"}
+    with gzip.open(path, **text) if path.suffix == ".gz" else path.open(**text) as out:  # type: ignore[call-overload]
         out.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = ""
         for event in events:
-            out.write(separator + json.dumps(event, separators=(",", ":"), allow_nan=False))
+            out.write(separator + json.dumps(event, separators=(",", ":"), allow_nan=False, ensure_ascii=False))
             separator = ",\n"
         out.write("\n]}\n")
 
@@ -169,15 +175,19 @@ def _critical(critical: CriticalPath, tracks: _Tracks, first_rank: int) -> Itera
         yield from _events(one, tracks.thread(where, "critical path"))
 
 
-def _measured(trace: RankTrace, index: int, tracks: _Tracks, origin_ns: int, step: int | None) -> Iterator[Event]:
+def _measured(
+    trace: RankTrace, index: int, tracks: _Tracks, steps: Sequence[int], zero_ns: int, span_ns: int
+) -> Iterator[Event]:
+    """Events of the steps, and device work that ran on after them (the host runs ahead of it)."""
     rank = trace.meta.rank if trace.meta.rank >= 0 else index
-    for number, (begin, finish) in enumerate(trace.step_bounds.tolist()):
-        if step is None or number == step:
-            track = tracks.thread(rank, "measured", "steps")
-            yield from _events(Slice(f"step {number}", begin - origin_ns, finish - origin_ns, "measured,step"), track)
-    keep = np.ones(len(trace), "?") if step is None or not trace.steps else trace.step == step
-    if step is None and trace.steps:  # what lies outside every step explains none of them
-        keep = trace.step >= 0
+    bounds = trace.step_bounds[list(steps)]
+    for number, (begin, finish) in zip(steps, bounds.tolist(), strict=True):
+        one = Slice(f"step {number}", begin - zero_ns, finish - zero_ns, "measured,step")
+        yield from _events(one, tracks.thread(rank, "measured", "steps"))
+    first, last = bounds[0, 0], bounds[-1, 1]
+    device = np.isin(trace.kind, (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE))
+    until = np.where(device, max(last, zero_ns + span_ns), last)
+    keep = (trace.start >= first) & (trace.start < until)
     keep &= (trace.end >= trace.start) & (trace.kind != EventKind.ANNOTATION)
     lanes: dict[int, list[Slice]] = {}
     for row in np.flatnonzero(keep).tolist():
@@ -185,7 +195,7 @@ def _measured(trace: RankTrace, index: int, tracks: _Tracks, origin_ns: int, ste
         args: dict[str, Any] = {"kind": kind}
         if trace.nbytes[row] >= 0:
             args["bytes"] = trace.nbytes[row].item()
-        begin, finish = trace.start[row].item() - origin_ns, trace.end[row].item() - origin_ns
+        begin, finish = trace.start[row].item() - zero_ns, trace.end[row].item() - zero_ns
         lanes.setdefault(int(trace.resource[row]), []).append(
             Slice(trace.names[trace.name[row]], begin, finish, f"measured,{kind.lower()}", args)
         )
@@ -221,21 +231,19 @@ def _predecessors(graph: Graph, row_of: dict[int, int]) -> dict[int, list[int]]:
     return out
 
 
-def _origin_ns(trace: RankTrace, traces: Sequence[RankTrace], step: int | None) -> int:
-    """Zero of the measured tracks: common to all ranks where their clocks seem to be one.
+def _zeros_ns(traces: Sequence[RankTrace], steps: Sequence[int]) -> list[int]:
+    """Where the first step begins, on the clock of each trace.
 
-    Clocks of different hosts start anywhere. If the ranks' steps begin further apart than ten of
-    their lengths, each rank starts at its own step instead.
+    Ranks that share a collective are put on one clock. Else, if their steps begin further apart
+    than ten of their lengths, their clocks are not one, and each rank begins at its own step.
     """
-
-    def begin(one: RankTrace) -> int:
-        if one.steps:
-            return int(one.step_bounds[min(step or 0, one.steps - 1), 0])
-        return int(one.start.min()) if len(one) else 0
-
-    starts = [begin(one) for one in traces]
-    longest = max((int(one.step_ns().max()) for one in traces if one.steps), default=0)
-    return min(starts) if max(starts) - min(starts) <= 10 * longest else begin(trace)
+    alignment = align_on_ends(list(traces))
+    offsets = alignment.offsets_ns
+    starts = [int(trace.step_bounds[steps[0], 0]) + offset for trace, offset in zip(traces, offsets, strict=True)]
+    near = 10 * max(int(trace.step_ns().max()) for trace in traces)
+    together = [used > 0 or abs(start - starts[0]) <= near for start, used in zip(starts, alignment.used, strict=True)]
+    zero = min(start for start, one in zip(starts, together, strict=True) if one)
+    return [(zero if one else start) - o for start, one, o in zip(starts, together, offsets, strict=True)]
 
 
 def _events(one: Slice, track: tuple[int, int]) -> Iterator[Event]:
@@ -247,9 +255,9 @@ def _events(one: Slice, track: tuple[int, int]) -> Iterator[Event]:
         yield {"ph": phase, "id": number, "name": cause, "cat": cause, "bp": "e", **where}
 
 
-def _file_order(event: Event) -> tuple[float, bool, float]:
-    """By time; a slice before what it encloses, and before the arrows that bind to it."""
-    return event["ts"], event["ph"] != "X", -event.get("dur", 0.0)
+def _file_order(event: Event) -> tuple[float, int, float]:
+    """By time; a slice before what it encloses and the arrows that bind to it, an arrow's start before its end."""
+    return event["ts"], "Xsf".index(event["ph"]), -event.get("dur", 0.0)
 
 
 def _meta(name: str, pid: int, tid: int, args: dict[str, Any]) -> Event:

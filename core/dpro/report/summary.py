@@ -1,21 +1,20 @@
 """One replay in numbers: what every report (terminal, JSON, HTML) shows of it.
 
 Turns a graph, its replay and its critical path into ms and shares, and says in a sentence where
-the time goes and what to try. Knows no output format.
+the time goes and what to try. Knows no output format. A graph may hold several steps in a row
+(``graph.info["steps"]``): figures are per step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from dpro.graph.graph import Graph, OpKind
-
-if TYPE_CHECKING:
-    from dpro.replay.path import CriticalPath
+from dpro.replay.baselines import daydream
+from dpro.replay.engine import replay
+from dpro.replay.path import CriticalPath, critical_path
 
 NS_PER_MS = 1e6
 
@@ -38,8 +37,8 @@ class Summary:
     reference_ms: float
     reference: str = "measured"
     breakdown_ms: dict[str, float] = field(default_factory=dict)
-    #: (name, kind, count, ms, share of the critical path), largest first
-    top: list[tuple[str, str, int, float, float]] = field(default_factory=list)
+    #: (name, kind, count, ms, share of the step) of ops on the critical path, largest first
+    top: list[tuple[str, str, float, float, float]] = field(default_factory=list)
     critical: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -49,6 +48,12 @@ class Summary:
         if self.reference_ms <= 0:
             return None
         return 100 * abs(self.replayed_ms - self.reference_ms) / self.reference_ms
+
+    @property
+    def size(self) -> str:
+        """How much was captured, in words."""
+        ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
+        return f"{ranks} · {self.steps} step{'s' * (self.steps != 1)} · {self.ops:,} ops per step"
 
     @property
     def advice(self) -> str:
@@ -75,6 +80,41 @@ class Summary:
         return f"Compute bound ({share.get('compute', 0):.0%} of the step): the network is not what limits this job."
 
 
+def summarise(graph: Graph, title: str, warnings: Sequence[str] = ()) -> Summary:
+    """Replay ``graph`` and sum it up. The step it must meet is un-profiled where the graph knows one."""
+    played = replay(graph)
+    path = critical_path(graph, played)
+    steps = step_count(graph)
+    measured_ms = graph.info.get("measured_ns", 0.0) / NS_PER_MS
+    unprofiled_ns = graph.info.get("unprofiled_ns")
+    critical = critical_steps(path)
+    return Summary(
+        title=title,
+        ranks=graph.ranks,
+        steps=steps,
+        ops=round(len(graph) / steps),
+        measured_ms=measured_ms,
+        replayed_ms=step_ms(graph, played.makespan_ns),
+        daydream_ms=step_ms(graph, daydream(graph)),
+        reference_ms=unprofiled_ns / NS_PER_MS if unprofiled_ns else measured_ms,
+        reference="un-profiled" if unprofiled_ns else "measured",
+        breakdown_ms={key: step_ms(graph, value) for key, value in path.breakdown.items()},
+        top=top_ops(critical, steps),
+        critical=critical,
+        warnings=list(dict.fromkeys([*warnings, *graph.warnings])),
+    )
+
+
+def step_count(graph: Graph) -> int:
+    """Steps in the graph, one after the other."""
+    return max(1, int(graph.info.get("steps", 1)))
+
+
+def step_ms(graph: Graph, total_ns: float) -> float:
+    """``total_ns`` over the whole graph as ms per step."""
+    return total_ns / NS_PER_MS / step_count(graph)
+
+
 def critical_steps(path: CriticalPath) -> list[dict[str, Any]]:
     """The path as JSON values: name, kind, rank, start_ms, ms."""
     return [
@@ -89,20 +129,16 @@ def critical_steps(path: CriticalPath) -> list[dict[str, Any]]:
     ]
 
 
-def top_ops(critical: Sequence[dict[str, Any]], limit: int = 12) -> list[tuple[str, str, int, float, float]]:
-    """The path's time by (name, kind), largest first: (name, kind, count, ms, share)."""
+def top_ops(
+    critical: Sequence[dict[str, Any]], steps: int = 1, limit: int = 12
+) -> list[tuple[str, str, float, float, float]]:
+    """The path's time by (name, kind), largest first: (name, kind, count and ms per step, share)."""
     groups: dict[tuple[str, str], list[float]] = {}
     for step in critical:
         groups.setdefault((step["name"], step["kind"]), []).append(step["ms"])
     end_ms = critical[-1]["start_ms"] + critical[-1]["ms"] if critical else 0.0
-    rows = [(name, kind, len(ms), sum(ms), sum(ms) / end_ms if end_ms else 0.0) for (name, kind), ms in groups.items()]
+    rows = [
+        (name, kind, len(ms) / steps, sum(ms) / steps, sum(ms) / end_ms if end_ms else 0.0)
+        for (name, kind), ms in groups.items()
+    ]
     return sorted(rows, key=lambda row: (-row[3], row[0]))[:limit]
-
-
-def median_ms(values_ns: Sequence[int] | np.ndarray[Any, Any]) -> float:
-    return float(np.median(np.asarray(values_ns, dtype=np.float64))) / NS_PER_MS if len(values_ns) else 0.0
-
-
-def op_count(graphs: Sequence[Graph]) -> int:
-    """Ops of the typical step."""
-    return round(float(np.median([len(graph) for graph in graphs]))) if graphs else 0

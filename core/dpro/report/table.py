@@ -102,13 +102,13 @@ def breakdown_bar(breakdown_ms: Mapping[str, float], width: int = 60) -> Rendera
     return Text.assemble(" ", bar, "\n ", legend)
 
 
-def ops_table(rows: Sequence[tuple[str, str, int, float, float]], title: str = "") -> Table:
+def ops_table(rows: Sequence[tuple[str, str, float, float, float]], title: str = "") -> Table:
     """Rows are (name, kind, count, ms, share of the whole in 0..1)."""
     table = _table("op", "kind", "count", "ms", "share", title=title)
     table.columns[0].overflow, table.columns[0].no_wrap, table.columns[0].max_width = "ellipsis", True, 60
     table.columns[1].justify, table.columns[1].style = "left", "dim"
     for name, kind, count, ms, share in rows:
-        table.add_row(plain(name), kind, f"{count:,}", _ms(ms), f"{100 * share:.1f} %")
+        table.add_row(plain(name), kind, count_text(count), _ms(ms), f"{100 * share:.1f} %")
     return table
 
 
@@ -118,7 +118,7 @@ def diff_table(rows: Sequence[OpChange], a: str, b: str, title: str = "") -> Tab
     table.columns[0].overflow, table.columns[0].no_wrap, table.columns[0].max_width = "ellipsis", True, 60
     for row in rows:
         before, after, change = row["a_ms"], row["b_ms"], row["change_ms"]
-        counts = (f"{row['a_count']:g}", f"{row['b_count']:g}")
+        counts = (count_text(row["a_count"]), count_text(row["b_count"]))
         table.add_row(
             plain(row["name"]),
             _ms(before),
@@ -148,6 +148,11 @@ def plain(text: str) -> str:
     from rich.markup import escape
 
     return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
+
+
+def count_text(count: float) -> str:
+    """1,234 where it is whole, else one decimal."""
+    return f"{count:,.0f}" if count == round(count) else f"{count:,.1f}"
 
 
 def to_text(renderable: RenderableType, width: int = 100) -> str:

@@ -1,0 +1,429 @@
+"""The ``dpro`` command: replay, optimize, whatif, export, report, diff, doctor.
+
+Turns words into calls of the floors below and their answers into a table or one JSON document;
+computes nothing itself. Everything heavy is imported inside the command that needs it. Exit codes:
+0 fine, 2 bad input, 3 a bug of dpro; an error is one line on stderr, whatever happened.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+from dpro.errors import DproError, TraceError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dpro.graph.graph import Graph
+    from dpro.report.summary import Summary
+    from dpro.trace.model import RankTrace
+
+app = typer.Typer(
+    name="dpro",
+    help="Profile, replay and tune distributed training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+#: Who can choose the edits (design: fastt, heterog and disco are to come).
+STRATEGIES = ("dpro",)
+
+PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A run folder, a trace file, or a folder of them.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the console script. ``arguments`` default to ``sys.argv[1:]``."""
+    import warnings
+
+    if not os.environ.get("DPRO_DEBUG"):
+        warnings.simplefilter("ignore")  # what concerns the reader is in `warnings` of the answer
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a name no terminal can show must not end a command
+    try:
+        code = app(list(sys.argv[1:] if arguments is None else arguments), prog_name="dpro", standalone_mode=False)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        # Typer's own complaints about the command line, which it would show in a box of many lines.
+        # Where no command is named it has printed the help by now and there is nothing to add.
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context is not None else "dpro"
+        message = error.format_message()
+        if message and type(error).__name__ != "NoArgsIsHelpError":
+            _say(f"{where}: {message} (see `{where} --help`)")
+        code = 2
+    except (KeyboardInterrupt, typer.Abort):
+        _say("dpro: interrupted")
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def command(function: F) -> F:
+    """Register a command whose every failure is one line on stderr and an exit code."""
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+            sys.stdout.flush()
+        except DproError as error:
+            _fail(str(error), 2)
+        except BrokenPipeError:  # `dpro … | head`: the reader has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
+        except OSError as error:
+            _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            if hasattr(error, "format_message"):
+                raise
+            if os.environ.get("DPRO_DEBUG"):
+                raise
+            _fail(f"dpro: internal error: {type(error).__name__}: {error} (DPRO_DEBUG=1 shows where)", 3)
+
+    app.command(name=function.__name__.rstrip("_"))(guarded)
+    return function
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from dpro import __version__
+
+        typer.echo(f"dpro {__version__}")
+        raise typer.Exit
+
+
+@command
+def replay(path: PathArgument, json: Json = False) -> None:
+    """Replay a captured step: how well it fits, and where its time goes."""
+    summary = _summary(path)
+    error = summary.error_pct
+    if json:
+        _print_json(
+            {
+                "ranks": summary.ranks,
+                "steps": summary.steps,
+                "ops": summary.ops,
+                "measured_ms": summary.measured_ms,
+                "reference_ms": summary.reference_ms,
+                "reference": summary.reference,
+                "replayed_ms": summary.replayed_ms,
+                "error_pct": error,
+                "daydream_ms": summary.daydream_ms,
+                "critical_path": summary.critical,
+                "breakdown_ms": summary.breakdown_ms,
+                "warnings": summary.warnings,
+            }
+        )
+        return
+    from dpro.report import table
+
+    console = _console()
+    against = "" if error is None else f"{error:.1f} % from {summary.reference}"
+    rows = [
+        ("measured", f"{summary.measured_ms:.2f} ms", "mean step, under the profiler"),
+        ("replayed", f"{summary.replayed_ms:.2f} ms", against),
+        ("Daydream", f"{summary.daydream_ms:.2f} ms", "the same step by the estimate of Daydream (ATC '20)"),
+    ]
+    if summary.reference != "measured":
+        rows.insert(1, ("un-profiled", f"{summary.reference_ms:.2f} ms", "median step with nothing attached"))
+    title = f"{summary.title}  ·  {summary.size}"
+    console.print(table.numbers_table(rows, title=title))
+    console.print(table.breakdown_bar(summary.breakdown_ms))
+    console.print(table.ops_table(summary.top, title="Critical path"))
+    console.print(f"{summary.advice}\n", soft_wrap=True)
+    _print_warnings(summary.warnings)
+
+
+@command
+def optimize(
+    path: PathArgument,
+    passes: Annotated[str, typer.Option(help="Passes to use, by name, with commas between.")] = "tensor_fusion",
+    strategy: Annotated[str, typer.Option(help="Who chooses the edits: dpro.")] = "dpro",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here.")] = None,
+    json: Json = False,
+) -> None:
+    """Search for a faster plan, judged by replay."""
+    from dpro.adapter import Knob
+    from dpro.graph.assemble import assemble
+    from dpro.passes import registry
+    from dpro.search.critical_path import optimize as search
+
+    if strategy not in STRATEGIES:
+        raise typer.BadParameter(f"{strategy!r}: there is {', '.join(STRATEGIES)}", param_hint="--strategy")
+    knobs: set[Knob] = set()
+    for name in filter(None, (part.strip() for part in passes.split(","))):
+        knobs |= registry.find(name).knobs
+    traces = _load(path)
+    graph = assemble(traces)
+    found = search(graph, knobs=knobs, fingerprint=_fingerprint(traces))
+    best = found.candidates[0] if found.candidates else None
+    warnings = list(dict.fromkeys(graph.warnings))
+    if best is None:
+        warnings.append(f"no plan is faster than the settings captured ({found.stopped})")
+    elif output is not None:
+        best.plan.save(output)
+    if json:
+        plans = [{"name": c.name, "predicted_ms": c.predicted_ms, "plan": asdict(c.plan)} for c in found.candidates]
+        _print_json(
+            {
+                "baseline_ms": found.baseline_ms,
+                "predicted_ms": best.predicted_ms if best else found.baseline_ms,
+                "evaluations": found.evaluations,
+                "seconds": found.seconds,
+                "plan": asdict(best.plan) if best else None,
+                "candidates": plans,
+                "stopped": found.stopped,
+                "warnings": warnings,
+            }
+        )
+        return
+    from dpro.report import table
+
+    rows = [table.ArmRow("as captured", found.baseline_ms, ratio=1.0)]
+    rows += [table.ArmRow(c.name, c.predicted_ms, ratio=found.baseline_ms / c.predicted_ms) for c in found.candidates]
+    notes = [f"{found.evaluations} replays in {found.seconds:.1f} s; {found.stopped}"]
+    if best is not None:
+        notes.append(f"plan: {output}" if output else "-o plan.json writes the best plan")
+    _console().print(table.verdict_table(rows, "PREDICTED", notes))
+    _print_warnings(warnings)
+
+
+@command
+def whatif(
+    path: PathArgument,
+    bandwidth: Annotated[str | None, typer.Option(help="A factor (2x) or a speed (10gbit, 800mbit).")] = None,
+    scale: Annotated[
+        list[str] | None, typer.Option(metavar="REGEX=F", help="Ops so named take F times as long.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Collectives among this many ranks.")] = None,
+    json: Json = False,
+) -> None:
+    """Predict a step with another network, faster ops or more workers."""
+    from dpro.replay import whatif as ask
+    from dpro.replay.engine import replay as run
+    from dpro.report.summary import step_ms
+
+    if bandwidth is None and not scale and workers is None:
+        raise typer.BadParameter("ask something: --bandwidth, --scale or --workers")
+    graph = _assemble(path, _load(path))
+    baseline_ms = step_ms(graph, run(graph).makespan_ns)
+    assumptions = []
+    try:
+        for item in scale or []:
+            pattern, factor = _pattern_and_factor(item)
+            assumptions.append(ask.scale_ops(graph, pattern, factor).assumption)
+        if workers is not None:
+            assumptions.append(ask.set_workers(graph, workers).assumption)
+        if bandwidth is not None:
+            assumptions.append(ask.scale_bandwidth(graph, bandwidth).assumption)
+    except ask.WhatIfError as error:
+        raise TraceError(path, str(error)) from error
+    predicted_ms = step_ms(graph, run(graph).makespan_ns)
+    if json:
+        answer = {"baseline_ms": baseline_ms, "predicted_ms": predicted_ms, "assumptions": assumptions}
+        _print_json({**answer, "warnings": graph.warnings})
+        return
+    from dpro.report import table
+
+    speed = f"{baseline_ms / predicted_ms:.3f}× the speed" if predicted_ms else ""
+    rows = [("now", f"{baseline_ms:.2f} ms", "replayed"), ("then", f"{predicted_ms:.2f} ms", speed)]
+    console = _console()
+    console.print(table.numbers_table(rows, title=f"What if  ·  {path.name}"))
+    for assumption in assumptions:
+        console.print(f"assumed: {table.plain(assumption)}", style="dim", soft_wrap=True)
+    _print_warnings(graph.warnings)
+
+
+@command
+def export(
+    path: PathArgument,
+    perfetto: Annotated[Path, typer.Option(metavar="OUT", help="Trace for ui.perfetto.dev (.json or .json.gz).")],
+) -> None:
+    """Write the replayed and the measured schedule as one trace for Perfetto."""
+    from dpro.replay.engine import replay as run
+    from dpro.replay.path import critical_path
+    from dpro.report.perfetto import export as write
+
+    traces = _load(path)
+    graph = _assemble(path, traces)
+    result = run(graph)
+    events = write(graph, result, perfetto, critical=critical_path(graph, result), measured=traces)
+    typer.echo(f"{perfetto}: {events:,} events of {graph.ranks} ranks; open it at ui.perfetto.dev")
+    _print_warnings(graph.warnings)
+
+
+@command
+def report(
+    path: PathArgument,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="OUT.html", help="Where to.")] = None,
+) -> None:
+    """Write one HTML page that needs no network: figures, breakdown, top ops, warnings."""
+    from dpro.report import html
+
+    if output is None:
+        output = path / "report.html" if path.is_dir() else Path(path.name.split(".")[0] + ".html")
+    html.write(output, _summary(path))
+    typer.echo(f"{output}")
+
+
+@command
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A run folder or traces: before.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same: after.")],
+    top: Annotated[int, typer.Option(help="Op names to show in the table (the JSON has all).")] = 20,
+    json: Json = False,
+) -> None:
+    """Compare two captures: step time, and time by op name."""
+    from dpro.report.diff import compare
+
+    graphs = [_assemble(path, _load(path)) for path in (a, b)]
+    before, after = (graph.info["measured_ns"] / 1e6 for graph in graphs)
+    rows = compare(*graphs)
+    warnings = [f"{name}: {text}" for name, graph in zip("AB", graphs, strict=True) for text in graph.warnings]
+    if json:
+        _print_json(
+            {
+                "a_ms": before,
+                "b_ms": after,
+                "change_ms": after - before,
+                "change_pct": 100 * (after - before) / before if before else None,
+                "ops": rows,
+                "warnings": warnings,
+            }
+        )
+        return
+    from dpro.report import table
+
+    change = f"{after - before:+.2f} ms" + (f", {100 * (after - before) / before:+.1f} %" if before else "")
+    console = _console()
+    console.print(
+        table.numbers_table([("A", f"{before:.2f} ms", str(a)), ("B", f"{after:.2f} ms", f"{b}  ({change})")], "Step")
+    )
+    console.print(table.diff_table(rows[:top], "A ms", "B ms", title="Ops, per rank and step, largest change first"))
+    if len(rows) > top:
+        console.print(f"and {len(rows) - top:,} more names (--top, --json)", style="dim")
+    _print_warnings(warnings)
+
+
+@command
+def doctor(json: Json = False) -> None:
+    """What this environment allows, and what to do about the rest."""
+    from dpro.report.doctor import examine
+
+    findings = examine()
+    if json:
+        rows = [{"what": f.what, "status": f.status, "found": f.found, "todo": f.todo} for f in findings]
+        _print_json({"findings": rows, "warnings": [f"{f.what}: {f.found}" for f in findings if f.status == "warn"]})
+        return
+    from dpro.report import table
+
+    _console().print(table.findings_table([(f.status, f.what, f.found, f.todo) for f in findings], "dpro doctor"))
+
+
+# -- between words and floors ------------------------------------------------------------------
+
+
+def _load(path: Path) -> list[RankTrace]:
+    from dpro.trace.store import load
+
+    traces: list[RankTrace] = load(path)
+    return traces
+
+
+def _assemble(path: Path, traces: list[RankTrace]) -> Graph:
+    """All steps in a row: what a host that runs ahead of its device in one step shows in the next."""
+    from dpro.graph.assemble import assemble_window
+
+    graph = assemble_window(traces)
+    if not len(graph):
+        raise TraceError(path, "no op in its steps: nothing to replay")
+    graph.warnings = list(dict.fromkeys(graph.warnings))
+    graph.info.setdefault("world_size", max(trace.meta.world_size for trace in traces))
+    return graph
+
+
+def _summary(path: Path) -> Summary:
+    from dpro.report.summary import summarise
+
+    return summarise(_assemble(path, _load(path)), path.resolve().name)
+
+
+def _fingerprint(traces: list[RankTrace]) -> dict[str, str]:
+    """Whom a plan fits, as the adapter that captured the traces said; empty for imported ones."""
+    told = traces[0].meta.extra.get("fingerprint", {})
+    return {str(key): str(value) for key, value in told.items()} if isinstance(told, dict) else {}
+
+
+def _pattern_and_factor(text: str) -> tuple[str, float]:
+    pattern, separator, factor = text.rpartition("=")
+    try:
+        if separator and pattern:
+            return pattern, float(factor)
+    except ValueError:
+        pass
+    raise typer.BadParameter(f"{text!r} is not REGEX=FACTOR, such as 'gemm=0.5'", param_hint="--scale")
+
+
+# -- output ------------------------------------------------------------------------------------
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    """One document on stdout, finite numbers only: what is not one becomes null and a warning."""
+    import json
+
+    lost: list[str] = []
+    clean = _finite(document, "", lost)
+    if lost:
+        clean["warnings"] = [*clean.get("warnings", []), f"not a finite number, shown as null: {', '.join(lost)}"]
+    typer.echo(json.dumps(clean, indent=1, allow_nan=False))
+
+
+def _finite(value: Any, where: str, lost: list[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item, f"{where}.{key}".lstrip("."), lost) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item, where, lost) for item in value]
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return round(value, 6)  # ms to the ns
+        lost.append(where)
+        return None
+    return value
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _print_warnings(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        _say(f"warning: {warning}")
+
+
+def _say(text: str) -> None:
+    """One line on stderr, whatever is in it."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    typer.echo(line, err=True)
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    _say(text)
+    raise typer.Exit(code)
