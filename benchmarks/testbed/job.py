@@ -66,6 +66,7 @@ class Job:
     ) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pumps: list[threading.Thread] = []
+        self._failed = 0
         try:
             for rank, (argv, env) in enumerate(zip(argvs, envs, strict=True)):
                 self._start(rank, argv, env, cwd, quiet)
@@ -86,60 +87,67 @@ class Job:
                 pump.start()
                 self._pumps.append(pump)
 
-    def wait(self, timeout_s: float | None = None, keep_going: bool = False) -> int:
-        """Wait for the end; the exit code of the rank that failed first, :data:`TIMED_OUT`, or 0.
+    def poll(self) -> int | None:
+        """None while all ranks run well; the exit code of the first that failed, or 0 when all have ended.
 
-        A rank that was killed by signal n counts as 128 + n. When one rank fails the others are ended, unless
-        ``keep_going``. An exception (Ctrl-C, :class:`Interrupted`) is forwarded to the ranks as a signal, then raised.
+        A rank that was killed by signal n counts as 128 + n.
+        """
+        for process in self.processes:
+            code = _reap(process)
+            if code and not self._failed:
+                self._failed = code if code > 0 else 128 - code
+        return self._failed or (None if self._running() else 0)
+
+    def wait(self, timeout_s: float | None = None, keep_going: bool = False) -> int:
+        """Wait for the end; the exit code as :meth:`poll` gives it, or :data:`TIMED_OUT`.
+
+        When one rank fails the others are ended, unless ``keep_going``. An exception (Ctrl-C, :class:`Interrupted`)
+        is forwarded to the ranks as a signal, then raised.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        failed = 0
         try:
-            while True:
-                codes = [process.poll() for process in self.processes]
-                bad = [code for code in codes if code]
-                if bad and not failed:
-                    failed = bad[0] if bad[0] > 0 else 128 - bad[0]
-                if None not in codes:
-                    break
-                if failed and not keep_going:
-                    self.stop()
-                    break
+            while (code := self.poll()) is None or (keep_going and self._running()):
                 if deadline is not None and time.monotonic() > deadline:
                     print(f"testbed: not done after {timeout_s:g} s, ending the job", file=sys.stderr)
-                    self.stop()
-                    failed = failed or TIMED_OUT
+                    code = code or TIMED_OUT
                     break
                 time.sleep(0.02)
+            self.stop()
         except BaseException as error:
             self.stop(error.signum if isinstance(error, Interrupted) else signal.SIGINT)
             raise
-        self._drain()
-        return failed
+        return code
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to every rank's process group that still has its leader."""
-        for process in self.processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signum)
+        """Send a signal to the process group of every rank that still runs."""
+        for process in self._running():
+            os.killpg(process.pid, signum)
 
     def stop(self, signum: int = signal.SIGTERM, grace_s: float = GRACE_S) -> None:
         """End every rank: ``signum`` first, SIGKILL for what is left after ``grace_s``. Safe to call twice."""
         self.send_signal(signum)
         deadline = time.monotonic() + grace_s
-        while any(process.poll() is None for process in self.processes) and time.monotonic() < deadline:
+        while self._running() and time.monotonic() < deadline:
             time.sleep(0.02)
-        for process in self.processes:
-            # The group outlives its leader when a rank left workers behind; its id cannot be used again until then.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        self._drain()
-
-    def _drain(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        while self._running():
+            time.sleep(0.005)
         for pump in self._pumps:
             pump.join(timeout=1.0)
+
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        return [process for process in self.processes if _reap(process) is None]
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit code, None while it runs; what an ended rank left behind in its process group is ended too.
+
+    In this order: as long as the leader is not reaped, the group's id can't have become someone else's.
+    """
+    if process.returncode is None and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode
 
 
 def _pump(source: IO[bytes], target: IO[str], prefix: str) -> None:

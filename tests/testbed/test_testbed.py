@@ -82,11 +82,15 @@ def test_number_of_hosts_is_bounded(hosts: int) -> None:
 @needs_namespaces
 @pytest.mark.parametrize("rate", ["100mbit", "1gbit"])
 def test_link_carries_its_rate(rate: str) -> None:
-    """Within 15 %; the best of three, since a busy machine can only make it slower."""
+    """Within 15 %. A busy machine can make it slower, never faster: it gets some tries for the lower bound."""
+    asked_mb_per_s = parse_rate(rate) / 8e6
     with Testbed(hosts=2, rate=rate) as bed:
-        asked_mb_per_s = parse_rate(rate) / 8e6
-        best = max(measure(bed, seconds=0.6) for _ in range(3))
-    assert 0.85 * asked_mb_per_s < best < 1.15 * asked_mb_per_s
+        for _ in range(15):
+            seen_mb_per_s = measure(bed, seconds=0.5)
+            assert seen_mb_per_s < 1.15 * asked_mb_per_s
+            if seen_mb_per_s > 0.85 * asked_mb_per_s:
+                return
+    pytest.fail(f"{seen_mb_per_s:.1f} MB/s, asked for {asked_mb_per_s:.1f}")
 
 
 @needs_namespaces
