@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpro.errors import PlanError
@@ -37,6 +37,7 @@ plans = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(plans)
 def test_round_trip(plan: Plan) -> None:
     again = Plan.loads(plan.dumps())

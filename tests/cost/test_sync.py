@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpro.cost.sync import SyncModel, fit
+from dpro.cost.sync import SyncModel, fit, fit_buckets, steal
+from tests.search.graphs import ddp_graph
 
 SIZES = [1 << 20, 4 << 20, 16 << 20, 25 << 20]
 
 
+@settings(deadline=None)
 @given(
     latency=st.floats(0, 1e7),
     slope=st.floats(1e-3, 100),
@@ -78,6 +80,36 @@ def test_many_sizes_stay_quick_and_right() -> None:
     sizes = np.arange(1, 2001) * 1_000
     model = fit(sizes, 7_000 + 3.0 * sizes)
     assert (model.latency_ns, model.ns_per_byte) == (pytest.approx(7_000), pytest.approx(3))
+
+
+def test_of_lines_as_good_the_one_with_more_latency() -> None:
+    # Two sizes of noise +-10 %: nothing speaks for a latency of 0 more than for the line through the medians.
+    sizes = [10_000_000] * 3 + [20_000_000] * 3 + [30_000_000] * 3
+    times = [9e7, 1e8, 1.1e8, 1.8e8, 1.95e8, 2.2e8, 2.6e8, 2.9e8, 3.2e8]
+    model = fit(sizes, times)
+    assert model.latency_ns == pytest.approx(5e6)  # through (10 MB, 100 ms) and (30 MB, 290 ms): 9.5 ns/B
+    assert model.ns_per_byte == pytest.approx(9.5)
+
+
+def test_buckets_of_a_graph() -> None:
+    truth = SyncModel(latency_ns=100_000, ns_per_byte=2.0)
+    graph = ddp_graph([4_000_000, 1_000_000, 9_000_000], 0, [10] * 3, groups=((0,), (1,), (2,)), sync=truth)
+    model = fit_buckets([graph, graph])
+    assert (model.latency_ns, model.ns_per_byte) == (pytest.approx(100_000), pytest.approx(2))
+    assert (model.observations, model.distinct_sizes, model.steal_ns_per_byte) == (6, 3, 0.0)
+    # of two ranks and 5 steps of 14 MB: 28 and 42 ms went to others while main waited for a core
+    contention = [
+        {"main_delay_ns": 28e6, "others_cpu_ns": 99e6},
+        {"main_delay_ns": 99e6, "others_cpu_ns": 42e6},
+    ]
+    model = fit_buckets([graph], contention=contention, steps=5, probes=[(8, 100_016)])
+    assert model.steal_ns_per_byte == pytest.approx(35e6 / 70e6)
+    assert (model.distinct_sizes, model.trust) == (4, "good")
+
+
+def test_steal_of_nothing_known() -> None:
+    assert steal([], 1_000) == steal([{}], 1_000) == steal([{"main_delay_ns": 5.0}], 1_000) == 0
+    assert steal([{"main_delay_ns": 5.0, "others_cpu_ns": 5.0}], 0) == 0
 
 
 @pytest.mark.parametrize(("sizes", "times"), [([], []), ([0], [10]), ([10], [0]), ([1, 2], [1])])

@@ -29,13 +29,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_built_in() -> None:
-    assert "tensor_fusion" in registry.names()
+    for name in ("bucket_view", "tensor_fusion"):
+        assert name in registry.names()
+        assert registry.find(name).name == name
     assert isinstance(registry.find("tensor_fusion"), TensorFusion)
 
 
 @pytest.mark.usefixtures("installed")
 def test_third_party() -> None:
-    assert registry.names() == ["missing", "no_pass", "tensor_fusion", "widen"]
+    assert registry.names() == ["bucket_view", "missing", "no_pass", "tensor_fusion", "widen"]
     assert isinstance(registry.find("widen"), Widen)
     assert type(registry.find("tensor_fusion")) is TensorFusion  # not to be replaced from outside
 

@@ -105,7 +105,7 @@ def test_contention_delays_compute_that_runs_and_nothing_else() -> None:
 def test_pieces_add_up(nbytes: int, steal: float, slope: float) -> None:
     graph = Graph()
     graph.ranks = 2
-    graph.info["main_resource"] = [graph.resource("rank0/cpu/main"), graph.resource("rank1/cpu/main")]
+    graph.info["main_resource"] = {r: graph.resource(f"rank{r}/cpu/main") for r in range(2)}
     model = SyncModel(latency_ns=12_345, ns_per_byte=slope, steal_ns_per_byte=steal)
     ops = list(add_collective(graph, (0,), nbytes, (), (), model))
     kind, duration, rank = graph.column("kind")[ops], graph.column("duration")[ops], graph.column("rank")[ops]
@@ -156,7 +156,7 @@ def test_without_a_thread_order_every_member_is_waited_for(ends: list[bool], fin
     graph = Graph()
     graph.ranks = 1
     graph.tensors = [TensorInfo(f"p{t}", 1_000, "f", t) for t in range(8)]
-    graph.info.update(sync=SYNC, main_resource=[graph.resource("rank0/cpu/main")])
+    graph.info.update(sync=SYNC, main_resource={0: graph.resource("rank0/cpu/main")})
     done = graph.add_op("update", OpKind.UPDATE)
     for t in range(8):
         graph.out_op[0, t] = graph.add_op("out", OpKind.OUT, duration=1_000 * finish[t], tensor=t)

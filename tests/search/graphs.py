@@ -22,6 +22,7 @@ def ddp_graph(
     ranks: int = 2,
     skew_ns: int = 0,
     copy_ns: Sequence[int] | None = None,
+    copy_name: str = "in",
     update_ns: int = 0,
     launch_ns: int = 0,
     sync: SyncModel = SYNC,
@@ -35,10 +36,10 @@ def ddp_graph(
     graph.ranks = ranks
     kinds = dtypes or ["float32"] * len(sizes)
     graph.tensors = [TensorInfo(f"p{t}", n, kind, t) for t, (n, kind) in enumerate(zip(sizes, kinds, strict=True))]
-    graph.info.update(sync=sync, launch_ns=launch_ns, channel="group/default", main_resource=[])
+    graph.info.update(sync=sync, launch_ns=launch_ns, channel="group/default", main_resource={})
     for rank in range(ranks):
         host = graph.resource(f"rank{rank}/cpu/main")
-        graph.info["main_resource"].append(host)
+        graph.info["main_resource"][rank] = host
         place = {"resource": host, "rank": rank}
         last = graph.add_op("forward", OpKind.FORWARD, duration=fwd_ns + rank * skew_ns, **place)
         for t in range(len(sizes)):
@@ -47,7 +48,7 @@ def ddp_graph(
             graph.out_op[rank, t] = last
         for t in range(len(sizes)):
             duration = copy_ns[t] if copy_ns else 0
-            last = graph.add_op("in", OpKind.IN, duration=duration, tensor=t, after=[last], **place)
+            last = graph.add_op(copy_name, OpKind.IN, duration=duration, tensor=t, after=[last], **place)
             graph.in_op[rank, t] = last
         graph.add_op("update", OpKind.UPDATE, duration=update_ns, after=[last], **place)
     TensorFusion().apply(graph, groups or (tuple(range(len(sizes))),))

@@ -176,9 +176,45 @@ def test_nothing_better_is_an_empty_list() -> None:
     assert found.baseline_ms == oracle_ms(graph, captured(graph))
 
 
+def test_without_a_model_it_is_fitted_to_the_captured_buckets() -> None:
+    graph = transformer(sync=SyncModel(latency_ns=400_000, ns_per_byte=8.5))
+    known = optimize(graph, knobs=BOTH)
+    del graph.info["sync"]
+    fitted = optimize(graph, knobs=BOTH)
+    assert "sync" not in graph.info
+    # the captured buckets lie on the line to the nanosecond
+    assert fitted.baseline_ms == pytest.approx(known.baseline_ms, rel=1e-6)
+    assert fitted.candidates[0].predicted_ms == pytest.approx(known.candidates[0].predicted_ms, rel=1e-5)
+
+
+def test_gradients_as_views_save_the_copies() -> None:
+    graph = transformer(copy_name="torch.distributed.ddp.reducer::copy_bucket_to_grad")
+    plain = optimize(graph, knobs=BOTH)
+    before = state(graph)
+    found = optimize(graph, knobs={*BOTH, Knob.BUCKET_VIEW})
+    assert state(graph) == before
+    assert found.candidates[1].plan == plain.candidates[0].plan
+    assert len(found.candidates) == 3
+    views = found.candidates[0]
+    assert views.plan.ddp_options == {"gradient_as_bucket_view": True}
+    assert views.plan.bucket_caps == plain.candidates[0].plan.bucket_caps
+    assert views.predicted_ms == oracle_ms(transformer(copy_ns=[0] * 96), views.groups)
+    # on its own
+    (alone,) = optimize(graph, knobs={Knob.BUCKET_VIEW}).candidates
+    assert alone.plan.bucket_caps is None
+    assert alone.plan.ddp_options == {"gradient_as_bucket_view": True}
+    assert alone.predicted_ms == oracle_ms(transformer(copy_ns=[0] * 96), captured(graph))
+
+
+def test_no_views_where_nothing_is_copied() -> None:
+    found = optimize(transformer(), knobs={*BOTH, Knob.BUCKET_VIEW})
+    assert all(candidate.plan.ddp_options is None for candidate in found.candidates)
+
+
 @pytest.mark.parametrize("missing", ["knobs", "buckets", "sync", "tensors"])
 def test_nothing_to_search(missing: str) -> None:
-    graph = ddp_graph([MIB, MIB], 1_000, [1_000, 1_000], groups=((0,), (1,)))
+    zero = SyncModel(latency_ns=0, ns_per_byte=0)  # nothing to fit a model to, either
+    graph = ddp_graph([MIB, MIB], 1_000, [1_000, 1_000], groups=((0,), (1,)), sync=zero)
     knobs = {Knob.GROUPS} if missing == "knobs" else BOTH
     expected = replay_arrays(graph.arrays()).makespan_ns / 1e6
     if missing == "buckets":

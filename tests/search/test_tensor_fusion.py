@@ -95,6 +95,7 @@ def test_neighbours_are_groupings_one_move_away(timeline: Timeline, data: st.Dat
         assert len(set(other) ^ set(cuts)) <= 2
 
 
+@settings(deadline=None)
 @given(*[st.integers(0, 100) for _ in range(4)], st.integers(1, 50), st.floats(0, 1))
 def test_theorem_2_compares_the_two_ends(p_n: int, q_2: int, d_1: int, d_2: int, a: int, share: float) -> None:
     # t_sync = a + d; q_{n-1} follows q_{n-2} on the channel, p_{n-1} somewhere before p_n

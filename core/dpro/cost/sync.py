@@ -7,17 +7,22 @@ It refuses to look more certain than the data: :attr:`SyncModel.trust` says how 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dpro.graph.graph import Graph, OpKind
+
 #: One size cannot tell latency from bandwidth: this share of its time is then taken for latency.
 ASSUMED_LATENCY_SHARE = 0.05
 #: More distinct sizes than this are thinned out (by quantile) before lines are tried through pairs of them.
 _MAX_PIVOTS = 64
+#: Lines whose misfit is within this of the best are as good; the one with the most latency is taken, because
+#: buckets that are a little too large cost less than a latency believed to be nothing.
+_AS_GOOD = 0.1
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,51 @@ def fit(
     )
 
 
+def fit_buckets(
+    graphs: Iterable[Graph],
+    *,
+    contention: Sequence[Mapping[str, float]] = (),
+    steps: int = 1,
+    probes: Sequence[tuple[int, float]] = (),
+) -> SyncModel:
+    """Fit to the buckets of captured graphs (one per step, or one average; all of one job).
+
+    ``contention``: every rank's ``RankTrace.meta.contention``, sums over the ``steps`` captured steps; from
+    it comes :attr:`SyncModel.steal_ns_per_byte` (:func:`steal`). ``probes``: further (bytes, ns) measured on
+    purpose; a few tiny ones pin the latency, which buckets of many MiB leave open.
+
+    Raises:
+        ValueError: no bucket with a positive size and duration.
+    """
+    sizes: list[int] = []
+    times: list[int] = []
+    step_bytes = 0
+    for graph in graphs:
+        kind, duration = graph.column("kind"), graph.column("duration")
+        for bucket in graph.buckets:
+            sizes.append(bucket.nbytes)
+            times.append(sum(int(duration[op]) for op in bucket.ops if kind[op] == OpKind.COLLECTIVE))
+        step_bytes = sum(bucket.nbytes for bucket in graph.buckets)
+    return fit(
+        sizes,
+        times,
+        probe_nbytes=[nbytes for nbytes, _ in probes],
+        probe_duration_ns=[ns for _, ns in probes],
+        steal_ns_per_byte=steal(contention, steps * step_bytes),
+    )
+
+
+def steal(contention: Sequence[Mapping[str, float]], nbytes: int) -> float:
+    """Host time that a rank loses per byte moved, ns, when ``nbytes`` bytes were moved during capture.
+
+    The main thread can't have lost more than it waited, runnable, for a core (``main_delay_ns``), nor more
+    to the library's threads than those ran (``others_cpu_ns``): the smaller of the two, the median over
+    ranks. 0 where nothing is known, or where there are cores enough.
+    """
+    lost = [min(c.get("main_delay_ns", 0.0), c.get("others_cpu_ns", 0.0)) for c in contention]
+    return max(0.0, float(np.median(lost)) / nbytes) if lost and nbytes > 0 else 0.0
+
+
 def _line(
     size: npt.NDArray[np.float64], time: npt.NDArray[np.float64], distinct: npt.NDArray[np.float64]
 ) -> tuple[float, float]:
@@ -139,5 +189,6 @@ def _line(
     allowed = (a >= 0) & (b >= 0)
     a, b = a[allowed], b[allowed]
     miss = np.array([np.sum(np.abs(time - ai - bi * size) / time) for ai, bi in zip(a, b, strict=True)])
-    best = int(np.argmin(miss))
+    close = miss <= miss.min() * (1 + _AS_GOOD) + 1e-9
+    best = int(np.argmax(np.where(close, a, -1.0)))
     return float(a[best]), float(b[best])

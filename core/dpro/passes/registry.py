@@ -16,7 +16,10 @@ from dpro.errors import DproError
 from dpro.graph.graph import Graph
 
 ENTRY_POINT_GROUP = "dpro.passes"
-_BUILT_IN = {"tensor_fusion": "dpro.passes.tensor_fusion:TensorFusion"}
+_BUILT_IN = {
+    "bucket_view": "dpro.passes.bucket_view:BucketView",
+    "tensor_fusion": "dpro.passes.tensor_fusion:TensorFusion",
+}
 
 
 @runtime_checkable

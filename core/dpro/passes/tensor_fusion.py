@@ -5,8 +5,8 @@ grouping. Conventions it relies on and keeps:
 
 * ``graph.info["sync"]`` is the :class:`~dpro.cost.sync.SyncModel`; ``graph.info["channel"]``, if there, the
   name of the resource collectives run on; ``graph.info["launch_ns"]`` the host time one bucket's launch
-  costs, held in the duration of the OUT op of the bucket's last member; ``graph.info["main_resource"][rank]``
-  the id of the host resource that loses time while bytes move.
+  costs, held in the duration of the OUT op of the bucket's last member; ``graph.info["main_resource"]`` maps
+  each rank to the id of the host resource that loses time while bytes move.
 * A bucket starts when all its members are ready on all ranks and the bucket before it is done: DDP launches
   in order, and a channel runs one collective at a time.
 """
@@ -14,7 +14,6 @@ grouping. Conventions it relies on and keeps:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from dpro.adapter import Knob
@@ -74,8 +73,9 @@ def add_collective(
     last = head
     transfer_ns = model.time_ns(nbytes) - head_ns
     steal_ns = round(model.steal_ns_per_byte * nbytes)
+    main = sorted(graph.info["main_resource"].items()) if pieces else []
     for piece in range(pieces):
-        for rank, resource in enumerate(_main_resources(graph)):
+        for rank, resource in main:
             ops.append(
                 graph.add_op(
                     "contention",
@@ -202,7 +202,7 @@ class _Wiring:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._ranks = range(graph.ranks)
+        self._ranks = sorted({rank for rank, _ in graph.out_op})
         place = _chains(graph)
         # (chain, place on it); an op on no chain is a chain of its own.
         self._out = {key: (op, *place.get(op, (-1 - op, 0))) for key, op in graph.out_op.items()}
@@ -211,8 +211,7 @@ class _Wiring:
 
     def outs(self, group: Sequence[int]) -> list[int]:
         last: dict[int, tuple[int, int]] = {}
-        for found in self._find(self._out, group):
-            op, chain, place = found
+        for op, chain, place in self._find(self._out, group):
             if chain not in last or place > last[chain][0]:
                 last[chain] = (place, op)
         return [op for _, op in last.values()]
@@ -265,8 +264,3 @@ def _chains(graph: Graph) -> dict[int, tuple[int, int]]:
 def _share(total: int, piece: int, pieces: int) -> int:
     """The piece's part of a whole; the parts add up exactly."""
     return total * (piece + 1) // pieces - total * piece // pieces
-
-
-def _main_resources(graph: Graph) -> list[int]:
-    main: Any = graph.info["main_resource"]
-    return [main[rank] for rank in range(graph.ranks)]

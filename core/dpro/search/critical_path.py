@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from dpro.adapter import Knob
+from dpro.cost.sync import fit_buckets
 from dpro.graph.graph import Graph
+from dpro.passes.bucket_view import BucketView
+from dpro.passes.contention import relieve
 from dpro.passes.ddp_buckets import MIB
 from dpro.passes.tensor_fusion import Grouping, captured
 from dpro.plan import Plan
@@ -24,6 +27,8 @@ from dpro.search.defaults import HAND_TRIED_CAPS_MIB
 from dpro.search.judge import Judge, Verdict
 from dpro.search.tensor_fusion import Cuts, best_cuts, neighbours
 
+#: Either lets buckets be changed.
+FUSION = frozenset({Knob.BUCKET_LIST, Knob.BUCKET_CAP})
 #: Replays granted to the dynamic programme's proposals, and to each round of hill climbing.
 JUDGED_PROPOSALS = 50
 JUDGED_NEIGHBOURS = 16
@@ -74,7 +79,12 @@ def optimize(
 
     Returns up to ``top`` plans that differ: the best list of caps, the best uniform cap, and further ones
     with a clearly different number of buckets within 3 % of the best. With :attr:`Knob.BUCKET_CAP` alone
-    only uniform caps are considered. ``result.stopped`` says why the search ended.
+    only uniform caps are considered; with :attr:`Knob.BUCKET_VIEW` the best is also offered with gradients
+    as views of their buckets, where that saves copies. ``result.stopped`` says why the search ended.
+
+    ``graph.info["sync"]`` is the cost of a bucket; without it, it is fitted to the captured buckets (no host
+    contention then). If it knows of contention and the graph is a captured one, host ops are first relieved
+    of what the captured buckets cost them.
     """
     began = time.monotonic()
     nothing = _nothing_to_do(graph, knobs)
@@ -82,16 +92,29 @@ def optimize(
         baseline_ms = replay(graph).makespan_ns / 1e6
         return SearchResult(baseline_ms, evaluations=1, seconds=time.monotonic() - began, stopped=nothing)
 
-    judge = Judge(graph, began + time_budget_s)
-    baseline_ns = judge.step_ns(captured(graph))
-    _sweep_uniform(judge)
-    if Knob.BUCKET_LIST in knobs:
-        _search_lists(judge)
-    stopped = "time budget" if judge.out_of_time() else "no improvement left"
-    chosen = _choose((v for v in judge.verdicts.values() if v.step_ns < baseline_ns), top)
+    mark, known = graph.mark(), graph.info.get("sync")
+    try:
+        graph.info["sync"] = known or fit_buckets([graph])
+        relieve(graph, graph.info["sync"])
+        judge = Judge(graph, began + time_budget_s)
+        baseline_ns = judge.step_ns(captured(graph))
+        if knobs & FUSION:
+            _sweep_uniform(judge)
+        if Knob.BUCKET_LIST in knobs:
+            _search_lists(judge)
+        stopped = "time budget" if judge.out_of_time() else "no improvement left"
+        better = [v for v in judge.verdicts.values() if v.step_ns < baseline_ns]
+        found = [_candidate(graph, v, knobs, fingerprint or {}, baseline_ns) for v in _choose(better, top)]
+        if Knob.BUCKET_VIEW in knobs:
+            found = _with_views(graph, judge, found, baseline_ns, fingerprint or {})[:top]
+    finally:
+        graph.undo(mark)
+        graph.info["sync"] = known
+        if known is None:
+            del graph.info["sync"]
     return SearchResult(
         baseline_ms=baseline_ns / 1e6,
-        candidates=[_candidate(graph, v, knobs, fingerprint or {}, baseline_ns) for v in chosen],
+        candidates=found,
         evaluations=judge.evaluations,
         seconds=time.monotonic() - began,
         stopped=stopped,
@@ -99,13 +122,38 @@ def optimize(
 
 
 def _nothing_to_do(graph: Graph, knobs: set[Knob]) -> str:
-    if not knobs & {Knob.BUCKET_LIST, Knob.BUCKET_CAP}:
-        return "no knob for tensor fusion"
+    if not knobs & {*FUSION, Knob.BUCKET_VIEW}:
+        return "no knob that this search can turn"
     if not graph.buckets or not sum(tensor.nbytes for tensor in graph.tensors):
         return "no gradients are synchronised in buckets"
     if "sync" not in graph.info:
-        return "the cost of synchronisation is unknown"
+        try:
+            fit_buckets([graph])
+        except ValueError as error:
+            return str(error)
     return ""
+
+
+def _with_views(
+    graph: Graph, judge: Judge, found: list[Candidate], baseline_ns: int, fingerprint: dict[str, str]
+) -> list[Candidate]:
+    """The best buckets (or the captured ones) once more with gradients as views of them, if that is faster."""
+    views = BucketView()
+    if judge.out_of_time() or not views.legal(graph, True):
+        return found
+    groups = found[0].groups if found else captured(graph)
+    best_ns = judge.step_ns(groups)
+    mark = views.apply(graph, True)
+    try:
+        step_ns = Judge(graph, 0.0).step_ns(groups)
+    finally:
+        graph.undo(mark)
+    if step_ns * (1 + SAME) >= min(best_ns, baseline_ns):
+        return found
+    base = found[0].plan if found else Plan(fingerprint=dict(fingerprint), baseline_ms=baseline_ns / 1e6)
+    plan = replace(base, ddp_options={"gradient_as_bucket_view": True}, predicted_ms=step_ns / 1e6)
+    name = f"{found[0].name if found else 'same buckets'}, gradients as views"
+    return [Candidate(name=name, plan=plan, predicted_ms=step_ns / 1e6, groups=groups), *found]
 
 
 def _sweep_uniform(judge: Judge) -> None:
@@ -197,7 +245,8 @@ def _candidate(
 ) -> Candidate:
     caps = [cap / MIB for cap in verdict.caps_bytes]
     count = len(verdict.grouping)
-    name = f"{count} buckets, sizes tuned" if len(caps) > 1 else f"uniform {caps[0]:.4g} MiB, {count} buckets"
+    buckets = f"{count} bucket{'s' * (count > 1)}"
+    name = f"{buckets}, sizes tuned" if len(caps) > 1 else f"uniform {caps[0]:.4g} MiB, {buckets}"
     if len(caps) == 1 and Knob.BUCKET_CAP not in knobs:
         caps *= 2  # the same as a list, where only lists can be set
     plan = Plan(

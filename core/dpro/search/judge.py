@@ -96,7 +96,7 @@ class Judge:
         finally:
             graph.undo(mark)
         row = {op: i for i, op in enumerate(arrays.ids.tolist())}
-        ranks = range(graph.ranks)
+        ranks = sorted({rank for rank, _ in graph.out_op})
 
         def latest(table: dict[tuple[int, int], int], times: object, tensor: int, otherwise: int) -> int:
             found = [int(times[row[table[r, tensor]]]) for r in ranks if (r, tensor) in table]  # type: ignore[index]

@@ -1,0 +1,45 @@
+"""DDP's ``gradient_as_bucket_view``: gradients live in their bucket, so none is copied out of it.
+
+Knows the copy by its name in the trace. Copies *into* the bucket stay: with ``zero_grad(set_to_none=True)``,
+the default, autograd makes a fresh gradient in every step and DDP moves it into the bucket's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dpro.adapter import Knob
+from dpro.graph.graph import Graph
+
+_COPY = "copy_bucket_to_grad"
+
+
+class BucketView:
+    """The only candidate is ``True``: leave the copies out."""
+
+    name = "bucket_view"
+    knobs = frozenset({Knob.BUCKET_VIEW})
+
+    def candidates(self, graph: Graph) -> Iterator[bool]:
+        if _copies(graph):
+            yield True
+
+    def legal(self, graph: Graph, candidate: bool) -> bool:
+        """Whether there are copies to leave out (there are none where gradients are views already)."""
+        return candidate is True and bool(_copies(graph))
+
+    def apply(self, graph: Graph, candidate: bool) -> int:
+        """Returns the mark that undoes it."""
+        mark = graph.mark()
+        for op in _copies(graph):
+            graph.set(op, "duration", 0)
+        return mark
+
+    def cost(self, graph: Graph, candidate: bool) -> float:
+        """What it saves on all ranks together, ns, negative."""
+        duration = graph.column("duration")
+        return -float(sum(int(duration[op]) for op in _copies(graph)))
+
+
+def _copies(graph: Graph) -> list[int]:
+    return sorted({op for op in graph.in_op.values() if graph.name_of(op).endswith(_COPY)})
