@@ -275,10 +275,12 @@ def report(
 ) -> None:
     """Write one HTML page that needs no network: figures, breakdown, top ops, warnings."""
     from dpro.report import html
+    from dpro.report.outcome import read_outcome
 
+    summary, outcome = _summary(path), read_outcome(path)
     if output is None:
-        output = path / "report.html" if path.is_dir() else Path(path.name.split(".")[0] + ".html")
-    html.write(output, _summary(path))
+        output = path / "report.html" if outcome else Path(path.resolve().name.split(".")[0] + ".html")
+    html.write(output, summary, outcome.arms if outcome else (), outcome.verdict if outcome else "")
     typer.echo(f"{output}")
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from dpro.graph.graph import Graph, OpKind
 from dpro.report import html
-from dpro.report.summary import Summary, top_ops
+from dpro.report.summary import Summary, summarise, top_ops
 from dpro.report.table import ArmRow
+from tests.report.hand_graph import two_ranks
 
 VOID = {"meta", "br"}
 
@@ -93,13 +95,28 @@ def test_error_is_against_the_reference_and_unsigned() -> None:
     ("breakdown", "word"),
     [
         ({"compute": 80.0, "communication": 20.0, "wait": 0.0, "gap": 0.0}, "20% of the step waits for the network"),
-        ({"compute": 80.0, "communication": 2.0, "wait": 18.0, "gap": 0.0}, "queueing"),
-        ({"compute": 60.0, "communication": 5.0, "wait": 5.0, "gap": 30.0}, "host is the bottleneck"),
+        ({"compute": 80.0, "communication": 2.0, "wait": 18.0, "gap": 0.0}, "18% of the step only passes"),
+        ({"compute": 60.0, "communication": 5.0, "wait": 5.0, "gap": 30.0}, "30% of the step is host work"),
         ({"compute": 90.0, "communication": 5.0, "wait": 0.0, "gap": 5.0}, "Compute bound (90% of the step)"),
     ],
 )
 def test_advice_names_the_largest_part_one_can_change(breakdown: dict[str, float], word: str) -> None:
     assert word in summary(breakdown_ms=breakdown).advice
+
+
+def test_host_ops_beside_a_device_are_host_work_not_compute() -> None:
+    busy = {"compute": 90.0, "communication": 0.0, "wait": 0.0, "gap": 10.0}
+    assert "50% of the step is host work" in summary(breakdown_ms=busy, launching_ms=40.0).advice
+    graph = Graph()
+    graph.ranks, last = 1, []
+    for resource, duration in (("rank0/cpu/1", 3), ("rank0/stream/7", 5), ("rank0/cpu/1", 2)):
+        last = [
+            graph.add_op("x", OpKind.FORWARD, resource=graph.resource(resource), duration=duration, rank=0, after=last)
+        ]
+    assert summarise(graph, "").launching_ms == 5e-6
+    graph.set(1, "resource", 0)
+    graph.resource_names.pop()
+    assert summarise(graph, "").launching_ms == 0  # no device: the host is where the computing is done
 
 
 def test_top_ops_adds_up_by_name_and_kind() -> None:
@@ -111,3 +128,24 @@ def test_top_ops_adds_up_by_name_and_kind() -> None:
     assert top_ops(steps) == [("mm", "FORWARD", 2, 5.0, 0.5), ("mm", "BACKWARD", 1, 4.0, 0.4)]
     assert top_ops(steps, limit=1) == [("mm", "FORWARD", 2, 5.0, 0.5)]
     assert top_ops([]) == []
+
+
+def test_summary_of_a_step_worked_out_by_hand() -> None:
+    graph = two_ranks()
+    graph.info.update(measured_ns=46e6, unprofiled_ns=44e6, steps=1)
+    got = summarise(graph, "t", warnings=["w", "w"])
+    assert (got.ranks, got.steps, got.ops, got.replayed_ms, got.measured_ms) == (2, 1, 7, 45.0, 46.0)
+    assert got.error_pct == pytest.approx(100 / 44) and got.reference == "un-profiled"
+    assert got.breakdown_ms == {"compute": 36.0, "communication": 8.0, "wait": 0.0, "gap": 1.0}
+    assert got.daydream_ms == 1 + 10 + 20 + 8 + 2  # rank 0 alone: it waits for nobody
+    assert [row[0] for row in got.top] == ["LinearBackward", "linear", "all_reduce", "Adam"]
+    assert got.warnings == ["w"]
+
+
+def test_several_steps_in_one_graph_are_averaged() -> None:
+    graph = two_ranks()
+    graph.info.update(measured_ns=10e6, steps=5)
+    got = summarise(graph, "t")
+    assert (got.steps, got.replayed_ms, got.ops) == (5, 9.0, 1)
+    assert sum(got.breakdown_ms.values()) == pytest.approx(9.0)
+    assert got.top[0] == ("LinearBackward", "BACKWARD", 0.2, 4.0, pytest.approx(20 / 45))

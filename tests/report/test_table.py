@@ -46,7 +46,7 @@ def test_breakdown_bar_is_in_proportion() -> None:
         table.breakdown_bar({"compute": 30.0, "communication": 20.0, "wait": 0.0, "gap": 10.0}, width=60)
     ).splitlines()
     assert lines[0].strip() == "█" * 30 + "▓" * 20 + "░" * 10
-    assert "compute 30.00 ms (50 %)" in lines[1] and "wait 0.000 ms (0 %)" in lines[1]
+    assert "compute 30.00 ms (50 %)" in lines[1] and "wait 0.000 ms (0 %)" in lines[2]
     assert table.to_text(table.breakdown_bar({"compute": 0.0})).splitlines()[0].strip() == ""
 
 

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpro.graph.graph import Graph, OpKind
+import numpy as np
+
+from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
 from dpro.replay.baselines import daydream
 from dpro.replay.engine import replay
 from dpro.replay.path import CriticalPath, critical_path
@@ -37,6 +39,8 @@ class Summary:
     reference_ms: float
     reference: str = "measured"
     breakdown_ms: dict[str, float] = field(default_factory=dict)
+    #: ms of ``compute`` that are host ops beside a device (0 in a job without one: there the host computes)
+    launching_ms: float = 0.0
     #: (name, kind, count, ms, share of the step) of ops on the critical path, largest first
     top: list[tuple[str, str, float, float, float]] = field(default_factory=list)
     critical: list[dict[str, Any]] = field(default_factory=list)
@@ -69,13 +73,14 @@ class Summary:
             )
         if share.get("wait", 0) >= 0.15:
             return (
-                f"{share['wait']:.0%} of the step is queueing: work was ready, but its stream or thread was busy. "
-                "Look at what runs there first, with `dpro export --perfetto`."
+                f"{share['wait']:.0%} of the step only passes (latency, queueing outside the job): "
+                "see between which ops with `dpro export --perfetto`."
             )
-        if share.get("gap", 0) >= 0.25:
+        host = share.get("gap", 0) + self.launching_ms / total
+        if host >= 0.25:
             return (
-                f"{share['gap']:.0%} of the step is between ops (Python, launches, data loading): "
-                "the host is the bottleneck. Try torch.compile, larger batches, or more loader workers."
+                f"{host:.0%} of the step is host work (Python, launches, data loading) that the device waits for: "
+                "try torch.compile, CUDA graphs, larger batches or more loader workers."
             )
         return f"Compute bound ({share.get('compute', 0):.0%} of the step): the network is not what limits this job."
 
@@ -99,6 +104,7 @@ def summarise(graph: Graph, title: str, warnings: Sequence[str] = ()) -> Summary
         reference_ms=unprofiled_ns / NS_PER_MS if unprofiled_ns else measured_ms,
         reference="un-profiled" if unprofiled_ns else "measured",
         breakdown_ms={key: step_ms(graph, value) for key, value in path.breakdown.items()},
+        launching_ms=step_ms(graph, _launching_ns(graph, path)),
         top=top_ops(critical, steps),
         critical=critical,
         warnings=list(dict.fromkeys([*warnings, *graph.warnings])),
@@ -113,6 +119,19 @@ def step_count(graph: Graph) -> int:
 def step_ms(graph: Graph, total_ns: float) -> float:
     """``total_ns`` over the whole graph as ms per step."""
     return total_ns / NS_PER_MS / step_count(graph)
+
+
+def _launching_ns(graph: Graph, path: CriticalPath) -> int:
+    """Time of the path on host threads, if there is a device they could be ahead of."""
+    host = np.asarray(["/cpu/" in name for name in graph.resource_names], "?")
+    if not any("/stream/" in name for name in graph.resource_names):
+        return 0
+    resource = graph.column("resource")
+    return sum(
+        step.end_ns - step.start_ns
+        for step in path.steps
+        if resource[step.op] != NO_RESOURCE and host[resource[step.op]]
+    )
 
 
 def critical_steps(path: CriticalPath) -> list[dict[str, Any]]:

@@ -90,37 +90,37 @@ def breakdown_bar(breakdown_ms: Mapping[str, float], width: int = 60) -> Rendera
     # Shades as well as colours: plain text and colour-blind readers see the parts too.
     looks = {"compute": ("█", "blue"), "communication": ("▓", "magenta"), "wait": ("▒", "yellow")}
     total = sum(breakdown_ms.values()) or 1.0
-    bar, legend = Text(), Text()
+    bar, legend = Text(" "), Text()
     edge, done = 0.0, 0
-    for key, value in breakdown_ms.items():
+    for index, (key, value) in enumerate(breakdown_ms.items()):
         edge += value / total * width
         cells, done = round(edge) - done, round(edge)
         glyph, colour = looks.get(key, ("░", "bright_black"))
         bar.append(glyph * cells, style=colour)
-        legend.append(glyph + " ", style=colour)
-        legend.append(f"{key} {value:.{_digits(value)}f} ms ({100 * value / total:.0f} %)  ")
-    return Text.assemble(" ", bar, "\n ", legend)
+        share = f"{key} {_ms(value)} ms ({100 * value / total:.0f} %)"
+        legend.append("  " if index % 2 else "\n ")
+        legend.append(glyph, style=colour)
+        legend.append(f" {share:<34}".rstrip() if index % 2 else f" {share:<34}")
+    return Text.assemble(bar, legend)
 
 
 def ops_table(rows: Sequence[tuple[str, str, float, float, float]], title: str = "") -> Table:
     """Rows are (name, kind, count, ms, share of the whole in 0..1)."""
     table = _table("op", "kind", "count", "ms", "share", title=title)
-    table.columns[0].overflow, table.columns[0].no_wrap, table.columns[0].max_width = "ellipsis", True, 60
     table.columns[1].justify, table.columns[1].style = "left", "dim"
     for name, kind, count, ms, share in rows:
-        table.add_row(plain(name), kind, count_text(count), _ms(ms), f"{100 * share:.1f} %")
+        table.add_row(plain(_short(name, 44)), kind.lower(), count_text(count), _ms(ms), f"{100 * share:.1f} %")
     return table
 
 
 def diff_table(rows: Sequence[OpChange], a: str, b: str, title: str = "") -> Table:
     """Rows of :func:`dpro.report.diff.compare`: name, ms in A and in B, change, counts."""
     table = _table("op", a, b, "change", "%", "count", title=title)
-    table.columns[0].overflow, table.columns[0].no_wrap, table.columns[0].max_width = "ellipsis", True, 60
     for row in rows:
         before, after, change = row["a_ms"], row["b_ms"], row["change_ms"]
         counts = (count_text(row["a_count"]), count_text(row["b_count"]))
         table.add_row(
-            plain(row["name"]),
+            plain(_short(row["name"], 32)),
             _ms(before),
             _ms(after),
             f"{change:+.3f}",
@@ -175,6 +175,12 @@ def _table(*headers: str, title: str | Text = "") -> Table:
     for index, header in enumerate(headers):
         table.add_column(plain(header), justify="left" if index == 0 else "right")
     return table
+
+
+def _short(name: str, limit: int) -> str:
+    """Names of kernels are hundreds of characters long; the whole one is in the JSON and the HTML."""
+    name = name.removeprefix("void ")
+    return name if len(name) <= limit else name[: limit - 1] + "…"
 
 
 def _digits(value_ms: float | None) -> int:
