@@ -20,6 +20,7 @@ from dpro.graph.ddp import CHANNEL
 from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import NO_RESOURCE, Bucket, Graph, OpKind, TensorInfo
 from dpro.graph.local import build_local
+from dpro.graph.threads import costly_names
 from dpro.trace.model import RankTrace
 from dpro.trace.steps import step_finish_ns, used_steps
 
@@ -67,7 +68,7 @@ def assemble_window(traces: list[RankTrace]) -> Graph:
     whose host runs ahead of the device from step to step.
     """
     steps, notes = common_steps(traces)
-    graph = _Assembly(traces, steps).graph
+    graph = _Assembly(traces, steps, _names(traces)).graph
     graph.warnings[:0] = notes
     return graph
 
@@ -75,17 +76,22 @@ def assemble_window(traces: list[RankTrace]) -> Graph:
 def assemble_steps(traces: list[RankTrace]) -> list[Graph]:
     """One graph per used step."""
     steps, notes = common_steps(traces)
-    graphs = [_Assembly(traces, [step]).graph for step in steps]
+    names = _names(traces)
+    graphs = [_Assembly(traces, [step], names).graph for step in steps]
     for graph in graphs:
         graph.warnings[:0] = notes
     return graphs
 
 
-def assemble(traces: list[RankTrace], step: int | None = None) -> Graph:
+def assemble(traces: list[RankTrace], step: int | None = None, average: bool = False) -> Graph:
     """The graph of one iteration.
 
-    ``step`` picks a captured one. Without it: the median step, with every op's duration and gap
-    averaged over all used steps of the same structure (dPRO, section 4.3, averages 10 iterations).
+    ``step`` picks a captured one; without it the median of the used steps is taken. ``average`` gives
+    every op the mean duration and gap over all used steps of the same structure, as dPRO does over 10
+    iterations. That is smoother, but on a noisy machine too fast: the mean of the latest arrivals is
+    later than the latest of the mean arrivals.
+
+    ``info["measured_ns"]`` is the mean over the used steps, or that of ``step``.
 
     Raises:
         TraceError: no traces, or no such step.
@@ -94,13 +100,15 @@ def assemble(traces: list[RankTrace], step: int | None = None) -> Graph:
     if step is not None:
         if not 0 <= step < min(t.steps for t in traces):
             raise TraceError(traces[0].meta.source or "traces", f"no step {step}")
-        graph = _Assembly(traces, [step]).graph
+        graph = _Assembly(traces, [step], _names(traces)).graph
     else:
-        graphs = [_Assembly(traces, [s]).graph for s in steps]
+        names = _names(traces)
+        graphs = [_Assembly(traces, [s], names).graph for s in steps]
         graphs.sort(key=lambda g: g.info["measured_ns"])
         graph = graphs[(len(graphs) - 1) // 2]
-        _average(graph, graphs)
-    graph.info["measured_ns"] = measure(traces).mean_ns if step is None else graph.info["measured_ns"]
+        if average:
+            _average(graph, graphs)
+        graph.info["measured_ns"] = measure(traces).mean_ns
     graph.warnings[:0] = notes
     return graph
 
@@ -116,13 +124,17 @@ def _average(graph: Graph, graphs: list[Graph]) -> None:
         for op, value in enumerate(mean.tolist()):
             graph.set(op, key, value)
     for i, facts in enumerate(graph.info["collectives"]):
-        facts["duration_ns"] = int(graph.column("duration")[facts["op"]])
-        graph.info["collectives"][i] = facts
+        facts["duration_ns"] = round(float(np.mean([g.info["collectives"][i]["duration_ns"] for g in alike])))
 
 
 def _structure(graph: Graph) -> tuple[Any, ...]:
     names = [graph.name_of(op) for op in range(len(graph.column("name")))]
     return names, graph.column("resource").tolist(), graph.edges().tolist()
+
+
+def _names(traces: list[RankTrace]) -> list[set[str]]:
+    """Names that are ops of their own, the same on all ranks so that their graphs are alike."""
+    return [set().union(*map(costly_names, traces))] * len(traces)
 
 
 def _window(trace: RankTrace, steps: list[int]) -> tuple[int, int]:
@@ -145,13 +157,20 @@ def _span_ns(traces: list[RankTrace], steps: list[int], offsets: list[int]) -> i
 class _Assembly:
     """Builds one graph of the given consecutive steps."""
 
-    def __init__(self, traces: list[RankTrace], steps: list[int]) -> None:
+    def __init__(self, traces: list[RankTrace], steps: list[int], names: list[set[str]]) -> None:
         self.traces = traces
         self.graph = Graph()
         alignment = align_on_ends(traces)
         self.offsets = alignment.offsets_ns
-        self.locals = [build_local(t, *_window(t, steps), rank=_rank(t, i)) for i, t in enumerate(traces)]
-        self.origin = min(x.begin + o for x, o in zip(self.locals, self.offsets, strict=True))
+        self.locals = [
+            build_local(t, *_window(t, steps), rank=_rank(t, i), own_names=names[i]) for i, t in enumerate(traces)
+        ]
+        begins = [x.begin + o for x, o in zip(self.locals, self.offsets, strict=True)]
+        # From the second step on, what a rank did before the last one began belongs to the time of the
+        # step before: the graph begins with the last rank. The first step begins with the first.
+        self.origin = max(begins) if steps[0] > 0 else min(begins)
+        for local, begin in zip(self.locals, begins, strict=True):
+            _skip_ahead(local, self.origin - begin)
         self.ids: dict[int, int] = {}  # id(draft) -> op, what successors of the draft depend on
         self.collectives: list[dict[str, Any]] = []
         graph = self.graph
@@ -161,9 +180,14 @@ class _Assembly:
         for local in self.locals:
             graph.warnings += [f"rank {local.rank}: {line}" for line in local.warnings]
         joined = self._match()
-        for group in joined:
-            self._common_end(group)
-        self._add_ops(joined)
+        shared = {id(op) for group in joined for op in group}
+        single: list[list[DraftOp | None]] = [
+            [op if i == j else None for j in range(len(self.locals))]
+            for i, local in enumerate(self.locals)
+            for op in local.collectives
+            if op.resource == CHANNEL and id(op) not in shared
+        ]
+        self._add_ops(joined, sorted([*joined, *single], key=self._launched))
         graph.info.update(
             steps=_step_count(steps),
             measured_ns=_span_ns(traces, steps, self.offsets) / _step_count(steps),
@@ -213,40 +237,45 @@ class _Assembly:
 
     # -- ops -------------------------------------------------------------------------------------
 
-    def _add_ops(self, joined: list[list[DraftOp | None]]) -> None:
+    def _add_ops(self, joined: list[list[DraftOp | None]], groups: list[list[DraftOp | None]]) -> None:
+        """All ops and edges. ``groups`` are what becomes one op for all members, in launch order."""
         graph = self.graph
-        shared = {id(op): group for group in joined for op in group if op is not None}
-        alone = 0
-        drafts: list[tuple[int, int, int, DraftOp]] = []
-        for i, local in enumerate(self.locals):
-            drafts += [(op.start + self.offsets[i], i, n, op) for n, op in enumerate(local.ops)]
-        drafts.sort(key=lambda x: x[:3])
+        shared = {id(op) for group in joined for op in group}
+        grouped = {id(op) for group in groups for op in group}
+        self._common_ends(groups)
+        drafts = [(i, op) for i, local in enumerate(self.locals) for op in local.ops]
+        times: list[int] = []  # measured start by op id
         arrivals: dict[int, int] = {}
-        for _, i, _, op in drafts:
+        alone = 0
+        for i, op in drafts:
             rank, local = self.locals[i].rank, self.locals[i]
-            if op.collective < 0:
+            alone += op.collective >= 0 and id(op) not in shared
+            if id(op) not in grouped:
                 self.ids[id(op)] = self._plain(op, rank, local)
-            elif id(op) not in shared:
-                alone += 1
-                self.ids[id(op)] = self._plain(op, rank, local)
-                self._note(op, self.ids[id(op)], op.duration)
+                if op.collective >= 0:
+                    self._note(op, self.ids[id(op)], op.duration)
             elif op.resource != CHANNEL:
                 arrivals[id(op)] = graph.add_op(
                     f"arrive {op.name}", OpKind.LOCAL, resource=graph.resource(op.resource),
                     gap=op.gap(local.begin), rank=rank,
                 )  # fmt: skip
+            else:
+                continue
+            times.append(op.start + self.offsets[i])
         previous_end = -(2**62)
-        for group in sorted(joined, key=self._end):
-            previous_end = self._transfer(group, previous_end)
+        services = self._services(groups)
+        for group, service in zip(groups, services, strict=True):
+            previous_end = self._transfer(group, previous_end, service)
+            times.append(self._launched(group))
         if alone and (len(self.locals) > 1 or any(t.meta.world_size > 1 for t in self.traces)):
             graph.warnings.append(f"{alone} collective(s) seen by one rank only: waiting for its peers is inside")
         edges: set[tuple[int, int]] = set()
-        for _, _, _, op in drafts:
+        for _, op in drafts:
             me = arrivals.get(id(op), self.ids[id(op)])
             edges.update((self.ids[id(p)], me) for p in op.preds if id(p) in self.ids)
             if id(op) in arrivals:
                 edges.add((me, self.ids[id(op)]))
-        broken = _break_cycles(len(graph.column("kind")), edges)
+        broken = _break_cycles(times, edges)
         if broken:
             graph.warnings.append(f"{broken} dependencies that closed a cycle were dropped")
         for src, dst in sorted(edges):
@@ -254,52 +283,78 @@ class _Assembly:
 
     def _plain(self, op: DraftOp, rank: int, local: Local) -> int:
         gap = op.gap(local.begin)
-        if op is local.first:
-            gap = local.begin + self.offsets[self.locals.index(local)] - self.origin
-        elif not op.preds:  # a source starts when its rank does
-            gap += local.begin + self.offsets[self.locals.index(local)] - self.origin
+        if not op.preds:  # a source starts when its rank does
+            gap = max(0, gap + local.begin + self.offsets[self.locals.index(local)] - self.origin)
         return self.graph.add_op(
             op.name, op.kind, resource=self.graph.resource(op.resource), duration=op.duration, gap=gap,
             tensor=op.tensor, rank=rank, nbytes=op.nbytes,
         )  # fmt: skip
 
-    def _common_end(self, group: list[DraftOp | None]) -> None:
-        """Give the members one end, the first rank's to leave: that a rank goes on later is its own gap."""
-        members = [(op, o) for op, o in zip(group, self.offsets, strict=True) if op is not None]
-        end = max(min(op.end + o for op, o in members), max(op.start + o for op, o in members))
-        for op, offset in members:
-            op.end = end - offset
+    def _members(self, group: list[DraftOp | None]) -> list[tuple[DraftOp, int]]:
+        """Ops of a group with the offset of their rank's clock."""
+        return [(op, offset) for op, offset in zip(group, self.offsets, strict=True) if op is not None]
+
+    def _launched(self, group: list[DraftOp | None]) -> int:
+        """Latest arrival: on a stream the kernel's start, on the host the end of the enqueueing call."""
+        return max(
+            (max(p.end for p in op.preds) if op.resource == CHANNEL else op.start) + offset
+            for op, offset in self._members(group)
+        )
+
+    def _common_ends(self, groups: list[list[DraftOp | None]]) -> None:
+        """Give the members of each group one end; that a rank goes on later is then its own gap.
+
+        It is the end on the first rank to leave. On the host channel, where two may be in flight,
+        ends are put in launch order: whoever waits for one has waited for those before it.
+        """
+        before = -(2**62)
+        for group in groups:
+            members = self._members(group)
+            end = max(min(op.end + o for op, o in members), self._launched(group))
+            if members[0][0].resource == CHANNEL:
+                end = before = max(end, before)
+            for op, offset in members:
+                op.end = end - offset
+
+    def _services(self, groups: list[list[DraftOp | None]]) -> list[int]:
+        """What each transfer costs on its own, ns: those in flight together share the channel equally."""
+        spans = [(self._launched(g), self._end(g), self._members(g)[0][0].resource) for g in groups]
+        out = []
+        for begin, end, channel in spans:
+            others = [s for s in spans if s[2] == channel and s[0] < end and s[1] > begin]
+            cuts = sorted({begin, end, *(t for s in others for t in s[:2] if begin < t < end)})
+            shares = [(b - a) / sum(s[0] <= a and s[1] >= b for s in others) for a, b in zip(cuts, cuts[1:])]
+            out.append(round(sum(shares)))
+        return out
 
     def _end(self, group: list[DraftOp | None]) -> int:
-        return next(op.end + o for op, o in zip(group, self.offsets, strict=True) if op is not None)
+        op, offset = self._members(group)[0]
+        return op.end + offset
 
-    def _transfer(self, group: list[DraftOp | None], previous_end: int) -> int:
-        """The one op that stands for a joined collective. Returns its end, for a serial channel."""
-        members = [op for op in group if op is not None]
-        arrival = max(op.start + o for op, o in zip(group, self.offsets, strict=True) if op is not None)
-        end = self._end(group)
+    def _transfer(self, group: list[DraftOp | None], previous_end: int, service: int) -> int:
+        """The one op that stands for a joined collective. Returns the end of the host channel's last.
+
+        The channel is a queue of one (dPRO: a link is a device), so a transfer on it is charged from
+        the moment that the one before it was through.
+        """
+        members = [op for op, _ in self._members(group)]
+        end, arrival = self._end(group), self._launched(group)
         serial = members[0].resource == CHANNEL
         if serial:
-            # Two may be in flight; the channel is a queue of one (dPRO: a link is a device), so an
-            # all-reduce is charged only from the moment the one before it was through.
-            arrival = max(previous_end, max(
-                p.end + o for op, o in zip(group, self.offsets, strict=True) if op is not None for p in op.preds
-            ))  # fmt: skip
-        duration = max(0, end - arrival)
-        nbytes = max(op.nbytes for op in members)
+            arrival = max(arrival, previous_end)
         made = self.graph.add_op(
             members[0].name, OpKind.COLLECTIVE, resource=self.graph.resource(CHANNEL) if serial else NO_RESOURCE,
-            duration=duration, nbytes=nbytes,
+            duration=max(0, end - arrival), nbytes=max(op.nbytes for op in members),
         )  # fmt: skip
         for op in members:
             self.ids[id(op)] = made
-        self._note(members[0], made, duration)
-        return max(end, previous_end) if serial else previous_end
+        self._note(members[0], made, service)
+        return end if serial else previous_end
 
-    def _note(self, op: DraftOp, made: int, duration: int) -> None:
+    def _note(self, op: DraftOp, made: int, service: int) -> None:
         bucket = next((i for i, b in enumerate(self.locals[0].buckets) if b.run is op), -1)
         self.collectives.append(
-            {"nbytes": op.nbytes, "duration_ns": duration, "op": made, "ops": (made,), "name": op.name, "bucket": bucket}
+            {"nbytes": op.nbytes, "duration_ns": service, "ops": (made,), "name": op.name, "bucket": bucket}
         )
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -352,16 +407,34 @@ def _unprofiled(traces: list[RankTrace]) -> float | None:
     return max(medians) if medians else None
 
 
-def _break_cycles(ops: int, edges: set[tuple[int, int]]) -> int:
-    """Remove edges until no cycle is left, those against the order of ops (time) first; how many."""
+def _skip_ahead(local: Local, ahead_ns: int) -> None:
+    """Take the first ``ahead_ns`` of the main thread out of its gaps and durations."""
+    before = local.first
+    for op in local.chains[local.main]:
+        if ahead_ns <= 0 or op.preds != [before]:
+            return
+        gap = min(ahead_ns, op.gap(local.begin))
+        op.skipped += gap
+        ahead_ns -= gap
+        work = min(ahead_ns, op.duration)
+        op.duration -= work
+        ahead_ns -= work
+        before = op
+
+
+def _break_cycles(times: list[int], edges: set[tuple[int, int]]) -> int:
+    """Remove edges until no cycle is left, the one most against measured time first; how many.
+
+    ``times``: measured start by op.
+    """
     removed = 0
     while True:
-        waiting = [0] * ops
-        after: list[list[int]] = [[] for _ in range(ops)]
+        waiting = [0] * len(times)
+        after: list[list[int]] = [[] for _ in times]
         for src, dst in edges:
             waiting[dst] += 1
             after[src].append(dst)
-        ready = [op for op in range(ops) if not waiting[op]]
+        ready = [op for op, n in enumerate(waiting) if not n]
         done = 0
         while ready:
             op = ready.pop()
@@ -370,10 +443,8 @@ def _break_cycles(ops: int, edges: set[tuple[int, int]]) -> int:
                 waiting[dst] -= 1
                 if not waiting[dst]:
                     ready.append(dst)
-        if done == ops:
+        if done == len(times):
             return removed
         stuck = [(src, dst) for src, dst in edges if waiting[src] and waiting[dst]]
-        backward = [(src, dst) for src, dst in stuck if src >= dst]
-        victim = min(backward or stuck, key=lambda edge: (edge[1] - edge[0], edge))
-        edges.discard(victim)
+        edges.discard(min(stuck, key=lambda edge: (times[edge[1]] - times[edge[0]], edge)))
         removed += 1

@@ -18,6 +18,9 @@ from dpro.graph.threads import ACCUMULATE, COPY_BACK, ENQUEUE_PREFIX
 from dpro.trace.model import EventKind, RankTrace
 
 CHANNEL = "group/gloo"
+VIEW = "aten::as_strided"
+#: A worker's end mark may come this much after the thread it woke went on.
+_LATE_MARK_NS = 500_000
 
 
 def add_gradients(trace: RankTrace, local: Local, rows: list[int]) -> None:
@@ -93,16 +96,17 @@ def _step_gradients(trace: RankTrace, local: Local, ready: list[int], launches: 
 def _mark_ins(local: Local, buckets: list[DraftBucket], backward_end: int) -> None:
     """First uses of reduced gradients after the backward pass.
 
-    DDP waits for bucket after bucket and copies each back, a ``copy_bucket_to_grad`` per gradient; the
-    wait comes before everything since the bucket before (views may be made first). Where nothing is
-    copied back (gradient_as_bucket_view) it waits for all of them before it returns.
+    DDP waits for bucket after bucket and then copies each back, a ``copy_bucket_to_grad`` per gradient;
+    with gradient_as_bucket_view it makes a view per gradient (``as_strided``) instead. The wait comes
+    before everything since the bucket before. Where there is neither, everything is waited for before
+    the host goes on.
     """
     chain = local.chains[local.main]
     at = next((i for i, op in enumerate(chain) if op.start >= backward_end and op.kind != OpKind.OUT), len(chain))
     members = [t for bucket in buckets for t in bucket.members]
-    places = [i for i in range(at, len(chain)) if chain[i].name == COPY_BACK][: len(members)]
+    places = next((found for name in (COPY_BACK, VIEW) if (found := _uses(chain, at, name, len(members)))), [])
     local.ins.clear()
-    if len(places) < len(members):
+    if not places:
         instant = chain[at].start if at < len(chain) else local.last.start
         marker = DraftOp("gradients reduced", OpKind.IN, local.main, instant, instant, 0)
         chain.insert(at, marker)
@@ -119,6 +123,17 @@ def _mark_ins(local: Local, buckets: list[DraftBucket], backward_end: int) -> No
             if number == 0:
                 bucket.first_in = op
             at = place + 1
+
+
+def _uses(chain: list[DraftOp], at: int, name: str, count: int) -> list[int]:
+    """Places of exactly ``count`` ops of that name, before the optimizer, from ``at`` on; else none."""
+    out: list[int] = []
+    for i in range(at, len(chain)):
+        if chain[i].kind == OpKind.UPDATE or len(out) == count:
+            break
+        if chain[i].name == name:
+            out.append(i)
+    return out if len(out) == count else []
 
 
 def add_host_collectives(trace: RankTrace, local: Local, begin: int, end: int) -> None:
@@ -175,12 +190,12 @@ def _waits(local: Local, chain: list[DraftOp], run: DraftOp, first_in: DraftOp |
         first_in = chain[after] if after < len(chain) else local.last
         if chain[after - 1].end > run.end or run.preds[0] is first_in:
             return  # the host was busy when it ended: nobody waited
-    if first_in.start >= run.start:
-        first_in.after(run)
-        if first_in.start < run.end:
-            # The worker's own end mark may come after the waiter was woken: that is no wait.
-            run.end = max(run.start, first_in.start)
-            run.duration = run.end - run.start
+    if first_in.start < max(run.start, run.end - _LATE_MARK_NS):
+        local.warnings.append(f"{run.name} ended after its first use: not taken as a dependency")
+        return
+    first_in.after(run)
+    run.end = min(run.end, first_in.start)
+    run.duration = run.end - run.start
 
 
 def _is_enqueue(name: str) -> bool:

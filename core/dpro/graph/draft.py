@@ -27,6 +27,8 @@ class DraftOp:
     tensor: int = -1
     #: index of the COLLECTIVE event this op stands for, -1 none
     collective: int = -1
+    #: part of the gap that lies before the graph begins, ns
+    skipped: int = 0
     #: event rows (host calls) that start inside, first is the one that opened it
     rows: list[int] = field(default_factory=list)
 
@@ -46,7 +48,7 @@ class DraftOp:
     def gap(self, origin: int) -> int:
         """ns between readiness and start as measured; ``origin`` is the start of the window."""
         ready = max((op.end for op in self.preds), default=origin)
-        return max(0, self.start - ready)
+        return max(0, self.start - ready - self.skipped)
 
 
 @dataclass(eq=False)

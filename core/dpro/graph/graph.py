@@ -132,7 +132,7 @@ class Graph:
         return np.stack([self._edges["src"][:n][keep], self._edges["dst"][:n][keep]], axis=1)
 
     def name_of(self, op: int) -> str:
-        return self.name_table[self._ops["name"][op]]
+        return self.name_table[int(self._ops["name"][op])]
 
     # -- editing (journalled) ----------------------------------------------------------------
 
@@ -175,7 +175,14 @@ class Graph:
         return op
 
     def add_edge(self, src: int, dst: int) -> int:
-        """``dst`` may start only after ``src`` ended. Returns the edge id."""
+        """``dst`` may start only after ``src`` ended. Returns the edge id.
+
+        Raises:
+            ValueError: one of them was removed, or never made.
+        """
+        for op in (src, dst):
+            if not (0 <= op < self._op_count and self._ops["alive"][op]):
+                raise ValueError(f"edge {src} -> {dst}: there is no op {op}")
         edge = self._edge_count
         if edge == len(self._edges["src"]):
             self._edges = {key: np.resize(column, 2 * edge) for key, column in self._edges.items()}
@@ -195,6 +202,7 @@ class Graph:
 
     def scale(self, ops: npt.NDArray[Any], factor: float) -> None:
         """Multiply the durations of many ops."""
+        ops = np.array(ops)  # the caller's array may change before the undo
         self._journal.append(("column", ops, "duration", self._ops["duration"][ops].copy()))
         self._ops["duration"][ops] = np.rint(self._ops["duration"][ops] * factor)
         self._arrays = None
@@ -222,6 +230,8 @@ class Graph:
 
     def undo(self, mark: int) -> None:
         """Take back every edit made since ``mark``, newest first."""
+        if len(self._journal) <= mark:
+            return
         while len(self._journal) > mark:
             entry = self._journal.pop()
             what = entry[0]

@@ -19,7 +19,7 @@ import numpy as np
 from dpro.graph.ddp import add_gradients, add_host_collectives
 from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import OpKind
-from dpro.graph.threads import COPY_BACK, ENQUEUE_PREFIX, chain, host_threads, update_ranges
+from dpro.graph.threads import COPY_BACK, ENQUEUE_PREFIX, Cuts, chain, costly_names, host_threads, update_ranges
 from dpro.trace.model import EventKind, RankTrace
 from dpro.trace.steps import device_rows, launch_times
 
@@ -29,7 +29,9 @@ _TOLERANCE_NS = 2_000
 _QUEUE_DEPTH = 1_000
 
 
-def build_local(trace: RankTrace, begin: int, end: int, rank: int | None = None) -> Local:
+def build_local(
+    trace: RankTrace, begin: int, end: int, rank: int | None = None, own_names: set[str] | None = None
+) -> Local:
     """Ops of ``trace`` for the window [begin, end) ns of its own clock.
 
     Host ops belong where they start, device ops where their launch started. Device work launched
@@ -38,6 +40,7 @@ def build_local(trace: RankTrace, begin: int, end: int, rank: int | None = None)
 
     Args:
         rank: number used in names; the trace's own where None.
+        own_names: names that stay ops of their own (:func:`~dpro.graph.threads.costly_names` where None).
     """
     rank = max(trace.meta.rank, 0) if rank is None else rank
     threads = host_threads(trace, begin, end)
@@ -52,10 +55,10 @@ def build_local(trace: RankTrace, begin: int, end: int, rank: int | None = None)
         last=DraftOp("step end", OpKind.LOCAL, name, end, end, 0),
     )
     device, earlier = _device_rows(trace, begin, end)
-    cuts, whole = _cuts(trace, device)
+    cuts = _cuts(trace, device, costly_names(trace) if own_names is None else own_names)
     for thread, rows in threads.items():
         resource = f"rank{rank}/{trace.resources[thread]}"
-        local.chains[resource] = chain(trace, rows, cuts, whole, update_ranges(trace, thread), resource)
+        local.chains[resource] = chain(trace, rows, cuts, update_ranges(trace, thread), resource)
     local.chains.setdefault(name, [])
     add_gradients(trace, local, threads.get(main, []) if main is not None else [])
     for thread_name, ops in local.chains.items():
@@ -77,7 +80,7 @@ def build_local(trace: RankTrace, begin: int, end: int, rank: int | None = None)
     return local
 
 
-def _cuts(trace: RankTrace, device: list[int]) -> tuple[set[int], set[int]]:
+def _cuts(trace: RankTrace, device: list[int], names: set[str]) -> Cuts:
     """Host rows that something hangs on, and those that stay one op with all they hold."""
     enqueues = [i for i, n in enumerate(trace.names) if n.startswith(ENQUEUE_PREFIX) and n.endswith("_")]
     copies = [i for i, n in enumerate(trace.names) if n == COPY_BACK]
@@ -88,7 +91,7 @@ def _cuts(trace: RankTrace, device: list[int]) -> tuple[set[int], set[int]]:
     cut = is_op & np.isin(trace.name, enqueues)
     cut |= np.isin(trace.kind, (EventKind.SYNC, EventKind.EVENT_RECORD, EventKind.STREAM_WAIT))
     cut |= (trace.kind == EventKind.RUNTIME) & (trace.flow >= 0) & np.isin(trace.flow, trace.flow[device])
-    return set(np.flatnonzero(cut).tolist()), set(np.flatnonzero(whole).tolist())
+    return Cuts(set(np.flatnonzero(cut).tolist()), set(np.flatnonzero(whole).tolist()), names)
 
 
 def _main_thread(trace: RankTrace, threads: dict[int, list[int]]) -> int | None:
@@ -156,7 +159,8 @@ class _Device:
             for op in ops:
                 for row in op.rows:
                     self.host.setdefault(row, op)
-        self.rows = rows
+        # Stream by stream, so that the same step always gives the same ops in the same order.
+        self.rows = sorted(rows, key=lambda row: (trace.resource[row], row))
 
     def build(self) -> None:
         self._make_ops()

@@ -1,7 +1,7 @@
 """Host threads: from nested profiler events to a chain of ops that do not overlap.
 
 Every instant of a thread belongs to the innermost event that covers it. Those pieces are merged
-again while they are short, but never across an instant that something else hangs on: a kernel
+again where they are cheap, but never across an instant that something else hangs on: a kernel
 launch, a synchronisation, a collective being enqueued, a gradient becoming ready. Ranges that only
 annotate (ProfilerStep, Optimizer.step) take no time of their own.
 """
@@ -18,7 +18,7 @@ from dpro.graph.draft import DraftOp
 from dpro.graph.graph import OpKind
 from dpro.trace.model import EventKind, RankTrace
 
-#: Pieces at least this long stay ops of their own, so that what-ifs by name can reach them.
+#: Framework ops that take at least this long stay ops of their own, so that what-ifs by name reach them.
 _OWN_OP_NS = 20_000
 BACKWARD_PREFIX = "autograd::engine::evaluate_function"
 ACCUMULATE = BACKWARD_PREFIX + ": torch::autograd::AccumulateGrad"
@@ -37,12 +37,22 @@ _HOST_KINDS = (
 Ranges = tuple[list[int], list[int]]
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """What splits a thread into ops."""
+
+    rows: set[int]  # never merged with what is before, after or inside them
+    whole: set[int]  # one op with everything inside
+    names: set[str]  # ops of their own wherever they occur
+
+
 @dataclass(slots=True)
 class _Piece:
     start: int
     end: int
     owner: int  # innermost row
     label: int  # innermost framework op, else owner
+    anchor: int  # innermost op that is one of its own, else outermost row
     top: int  # outermost row
 
 
@@ -66,14 +76,12 @@ def host_threads(trace: RankTrace, begin: int, end: int) -> dict[int, list[int]]
 
 
 def chain(
-    trace: RankTrace, rows: list[int], cuts: set[int], whole: set[int], ranges: Ranges, resource: str
+    trace: RankTrace, rows: list[int], cuts: Cuts, ranges: Ranges, resource: str
 ) -> list[DraftOp]:
     """Ops of one thread in order, not yet joined by edges.
 
     Args:
         rows: event rows of the thread, sorted by start, longer first.
-        cuts: rows that are never merged with what is before, after or inside them.
-        whole: rows that become one op with everything inside.
         ranges: of Optimizer.step on this thread, see :func:`update_ranges`.
     """
     overhead = trace.meta.event_overhead_ns
@@ -82,18 +90,19 @@ def chain(
     out: list[DraftOp] = []
     begun: set[int] = set()  # rows already counted for overhead
     spans: list[list[_Piece]] = []
-    pieces, absorbed = _pieces(trace, rows, whole)
+    pieces, absorbed = _pieces(trace, rows, cuts.whole, cuts.names)
     for piece in pieces:
-        if spans and _joins(spans[-1], piece, cuts):
+        if spans and _joins(spans[-1][-1], piece, cuts):
             spans[-1].append(piece)
         else:
             spans.append([piece])
     for span in spans:
-        longest = max(span, key=lambda p: p.end - p.start)
+        # Ops that something hangs on are called by what they are, the others by what they belong to.
+        named = span[0].label if span[0].owner in cuts.rows else span[0].anchor
         fresh = [p.owner for p in span if p.owner not in begun]
         begun.update(fresh)
         start, end = span[0].start, span[-1].end
-        name = names[longest.label - base]
+        name = names[named - base]
         events = len(fresh) + sum(absorbed[row] for row in fresh)
         duration = max(0, end - start - round(overhead * events))
         kind = _kind(span[0].start, name, names[span[0].top - base], ranges)
@@ -101,20 +110,30 @@ def chain(
     return out
 
 
-def _joins(span: list[_Piece], piece: _Piece, cuts: set[int]) -> bool:
-    """May the piece go on with the span's op?"""
-    last = span[-1]
-    if piece.top != last.top or piece.start > last.end:
+def _joins(last: _Piece, piece: _Piece, cuts: Cuts) -> bool:
+    """May the piece go on with the op that ``last`` is in?"""
+    if piece.anchor != last.anchor or piece.start > last.end:
         return False
-    if piece.owner == last.owner:
-        return True
-    if piece.owner in cuts or last.owner in cuts:
-        return False
-    return min(piece.end - piece.start, span[-1].end - span[0].start) < _OWN_OP_NS
+    return piece.owner == last.owner or not (piece.owner in cuts.rows or last.owner in cuts.rows)
+
+
+def costly_names(trace: RankTrace) -> set[str]:
+    """Names of framework ops whose own time is at least 20 µs on average, over the whole trace.
+
+    By name and not by single event, so that every step falls into the same ops.
+    """
+    total: Counter[int] = Counter()
+    count: Counter[int] = Counter()
+    name_of = trace.columns["name"].tolist()
+    for rows in host_threads(trace, int(trace.start.min()), int(trace.end.max()) + 1).values():
+        for piece in _pieces(trace, rows, set(), set())[0]:
+            total[name_of[piece.label]] += piece.end - piece.start
+        count.update(name_of[row] for row in rows)
+    return {trace.names[name] for name, ns in total.items() if ns >= _OWN_OP_NS * count[name]}
 
 
 def _pieces(
-    trace: RankTrace, rows: list[int], whole: set[int]
+    trace: RankTrace, rows: list[int], whole: set[int], own: set[str]
 ) -> tuple[list[_Piece], Counter[int]]:
     """Exclusive pieces in time order, and how many events were absorbed by each whole row.
 
@@ -124,17 +143,19 @@ def _pieces(
     framework = (trace.kind[rows] == EventKind.CPU_OP).tolist()
     out: list[_Piece] = []
     absorbed: Counter[int] = Counter()
-    stack: list[tuple[int, int, int]] = []  # row, end, label
+    own_ids = {i for i, name in enumerate(trace.names) if name in own}
+    name_ids = trace.columns["name"][rows].tolist()
+    stack: list[tuple[int, int, int, int]] = []  # row, end, label, anchor
     clock = 0
 
     def emit(until: int) -> None:
         nonlocal clock
-        row, _, label = stack[-1]
+        row, _, label, anchor = stack[-1]
         if until > clock:
-            out.append(_Piece(clock, until, row, label, stack[0][0]))
+            out.append(_Piece(clock, until, row, label, anchor, stack[0][0]))
             clock = until
 
-    for row, start, end, is_op in zip(rows, starts, ends, framework, strict=True):
+    for row, start, end, is_op, name in zip(rows, starts, ends, framework, name_ids, strict=True):
         while stack and stack[-1][1] <= start:
             emit(stack[-1][1])
             stack.pop()
@@ -145,12 +166,13 @@ def _pieces(
             emit(start)
             end = min(end, stack[-1][1])
             label = row if is_op else stack[-1][2]
+            anchor = row if name in own_ids else stack[-1][3]
         else:
-            label = row
+            label = anchor = row
         clock = max(clock, start)
-        stack.append((row, end, label))
+        stack.append((row, end, label, anchor))
         if end <= start:  # zero length: keep it as an instant, things may hang on it
-            out.append(_Piece(start, start, row, label, stack[0][0]))
+            out.append(_Piece(start, start, row, label, anchor, stack[0][0]))
             stack.pop()
     while stack:
         emit(stack[-1][1])

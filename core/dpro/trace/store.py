@@ -1,0 +1,184 @@
+"""Where traces live: dpro's own run folder, and whatever PATH a user gives.
+
+Knows names and kinds of files, not their meaning. A run folder is ``dpro_runs/<time>/`` with
+``meta.json``, ``rank<r>/trace.npz``, ``plan.json``, ``report.txt``, ``report.html`` and
+``timeline.json``. Any other folder is taken as one trace file per rank, as other tools write them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from dpro.errors import TraceError
+from dpro.trace import kineto
+from dpro.trace.model import RankTrace
+
+#: A run folder never grows past this; a trace that would is refused.
+SIZE_CAP_BYTES = 2 << 30
+_CHAKRA = re.compile(r"^et[_\-.]?rank", re.IGNORECASE)
+_SUFFIXES = (".json", ".json.gz", ".npz")
+#: dpro's own files beside traces
+_OWN_FILES = frozenset({"meta.json", "plan.json", "timeline.json"})
+
+
+class RunFolder:
+    """One run's files. Made on first write, so that a run without results leaves nothing behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def new(cls, base: Path = Path("dpro_runs")) -> RunFolder:
+        """A folder named by the time, with a number where that is taken."""
+        stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+        names = [stamp, *(f"{stamp}_{n}" for n in range(2, 1000))]
+        return cls(next(base / name for name in names if not (base / name).exists()))
+
+    def trace_file(self, rank: int) -> Path:
+        return self.path / f"rank{rank}" / "trace.npz"
+
+    @property
+    def meta_file(self) -> Path:
+        return self.path / "meta.json"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.txt"
+
+    @property
+    def timeline_file(self) -> Path:
+        return self.path / "timeline.json"
+
+    def size_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+    def save_trace(self, rank: int, trace: RankTrace | bytes) -> Path:
+        """Store one rank's trace (or what :meth:`RankTrace.save` wrote, as bytes).
+
+        Raises:
+            TraceError: the folder would grow past :data:`SIZE_CAP_BYTES`; nothing is left of the trace.
+        """
+        file = self.trace_file(rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(trace, RankTrace):
+            trace.save(file)
+        else:
+            file.write_bytes(trace)
+        if self.size_bytes() > SIZE_CAP_BYTES:
+            file.unlink()
+            raise TraceError(file, f"the run folder would grow past {SIZE_CAP_BYTES >> 20} MiB")
+        return file
+
+    def save_meta(self, meta: dict[str, Any]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.meta_file.write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
+
+    def load_meta(self) -> dict[str, Any]:
+        """What :meth:`save_meta` wrote; {} where there is none.
+
+        Raises:
+            TraceError: the file is not a JSON object.
+        """
+        try:
+            found = json.loads(self.meta_file.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise TraceError(self.meta_file, "not JSON") from error
+        if not isinstance(found, dict):
+            raise TraceError(self.meta_file, "not a JSON object")
+        return found
+
+
+def load(path: Path) -> list[RankTrace]:
+    """The ranks' traces at ``path``, by rank: a run folder, a folder of trace files, or one file.
+
+    In a folder one unusable file among usable ones is skipped with a warning (on the first trace); a
+    rank that nothing tells is given the lowest free number, by order of file names.
+
+    Raises:
+        TraceError: nothing usable there; the text names the file and the reason.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise TraceError(path, "no such file or directory")
+    if not path.is_dir():
+        return _ranked([_read(path)], [])
+    stored = sorted(path.glob("rank*/trace.npz"))
+    if stored:
+        return _ranked([RankTrace.load(file) for file in stored], [])
+    return _load_folder(path)
+
+
+def _load_folder(path: Path) -> list[RankTrace]:
+    try:
+        files = sorted((f for f in path.iterdir() if f.is_file()), key=lambda f: _natural(f.name))
+    except OSError as error:
+        raise TraceError(path, f"cannot be read ({error.strerror})") from error
+    notes = []
+    plausible = [f for f in files if f.name.endswith(_SUFFIXES) and f.name not in _OWN_FILES]
+    chakra = [f for f in plausible if _CHAKRA.match(f.name)]
+    plausible = [f for f in plausible if f not in chakra]
+    if chakra:
+        notes.append(f"{len(chakra)} Chakra execution trace(s) beside the Kineto traces skipped")
+    others = len([f for f in files if f.name not in _OWN_FILES]) - len(plausible) - len(chakra)
+    if others and plausible:
+        notes.append(f"{others} file(s) that are no traces skipped")
+    if not plausible:
+        raise TraceError(path, "no trace files in it (*.json, *.json.gz, *.npz)")
+    traces, failures = [], []
+    for file in plausible:
+        try:
+            traces.append(_read(file))
+        except TraceError as error:
+            failures.append(error)
+    if not traces:
+        if len(failures) == 1:
+            raise failures[0]
+        raise TraceError(path, f"none of {len(failures)} files is a usable trace, first: {failures[0]}")
+    notes += [f"skipped {Path(error.path).name}: {error.reason}" for error in failures]
+    return _ranked(traces, notes)
+
+
+def _read(file: Path) -> RankTrace:
+    return RankTrace.load(file) if file.name.endswith(".npz") else kineto.read(file)
+
+
+def _ranked(traces: list[RankTrace], notes: list[str]) -> list[RankTrace]:
+    """Settle the ranks, sort by them, and put the notes where they will be seen."""
+    taken: dict[int, RankTrace] = {}
+    homeless = []
+    for trace in traces:
+        rank = trace.meta.rank
+        if rank >= 0 and rank in taken:
+            first = Path(taken[rank].meta.source).name
+            notes.append(f"rank {rank} twice: {Path(trace.meta.source).name} is numbered anew, {first} keeps it")
+        if rank < 0 or rank in taken:
+            homeless.append(trace)
+        else:
+            taken[rank] = trace
+    for trace in homeless:
+        rank = next(r for r in range(len(taken) + 1) if r not in taken)
+        if trace.meta.rank < 0:
+            trace.warnings.append(f"no rank in the file or its name: taken as {rank} by order")
+        trace.meta.rank = rank
+        taken[rank] = trace
+    out = [taken[rank] for rank in sorted(taken)]
+    worlds = {trace.meta.world_size for trace in out if trace.meta.world_size > 0}
+    if len(worlds) == 1 and len(out) > 1 and len(out) < min(worlds):
+        notes.append(f"{len(out)} of {min(worlds)} ranks are here")
+    out[0].warnings[:0] = notes
+    return out
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key: rank10 after rank9."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
