@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dpro.adapter import Knob
@@ -57,12 +57,12 @@ def make_plans(
     from dpro.graph.assemble import assemble
     from dpro.replay.engine import replay
     from dpro.search.critical_path import optimize
-    from dpro.trace.store import RunFolder
 
     traces = [RankTrace.load(io.BytesIO(blob)) for blob in blobs]
-    folder = RunFolder(session.folder)
     for trace, blob in zip(traces, blobs, strict=True):
-        folder.save_trace(trace.meta.rank, blob)
+        folder = session.folder / f"rank{trace.meta.rank}"
+        folder.mkdir(exist_ok=True)
+        (folder / "trace.npz").write_bytes(blob)
 
     unprofiled = slowest_rank([trace.meta.unprofiled_step_ns for trace in traces])
     profiled = slowest_rank([trace.meta.extra["profiled_step_ns"] for trace in traces])
@@ -80,7 +80,9 @@ def make_plans(
         return planned
     found = optimize(graph, knobs=knobs, fingerprint=fingerprint, time_budget_s=settings.search_s, top=settings.trials)
     planned.evaluations, planned.search_s = found.evaluations, found.seconds
-    planned.plans = [(candidate.name, candidate.plan) for candidate in found.candidates]
+    # The replay's own clock may run a little fast or slow; what it says of two plans is their ratio.
+    scale = timing(unprofiled).median_ms / found.baseline_ms
+    planned.plans = [(c.name, replace(c.plan, predicted_ms=c.predicted_ms * scale)) for c in found.candidates]
     if planned.plans:
         planned.plans[0][1].save(session.plan_file)
     return planned

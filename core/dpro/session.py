@@ -5,6 +5,7 @@ Rank 0 speaks for all. Output goes to stderr through rich; files go to the run f
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -14,8 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpro.settings import Settings
+from dpro.verdict import timing
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from dpro.tuner import Outcome
 
 
@@ -59,9 +63,66 @@ class Session:
         """The last word: a line if nothing was measured, else the table and the files."""
         if outcome.verdict.name == "STEPPED_ASIDE":
             self.say(f"stepped aside: {outcome.reason}", everywhere)
-        if self._rank != 0 or outcome.planned is None:
+        if self._rank != 0 or outcome.baseline_ms is None:
             return
-        from dpro.report.outcome import write_outcome
+        from rich.console import Console
 
-        text = write_outcome(outcome, self.folder)
-        print(text, file=sys.stderr, flush=True)
+        from dpro.report.table import to_text
+
+        table = outcome_table(outcome)
+        Console(stderr=True).print(table)
+        files = self._write(outcome, to_text(table))
+        self.say("wrote " + ", ".join(str(path) for path in files))
+
+    def _write(self, outcome: Outcome, text: str) -> list[Path]:
+        """The run folder's files; returns those a person will open."""
+        folder = self.folder
+        report, timeline = folder / "report.txt", folder / "timeline.json"
+        report.write_text(text)
+        facts = {"verdict": outcome.verdict.value, "reason": outcome.reason, **outcome.metrics()}
+        facts["arms"] = [
+            {"name": arm.name, "predicted_ms": arm.predicted_ms, "times_ms": arm.times_ms()} for arm in outcome.arms
+        ]
+        (folder / "outcome.json").write_text(json.dumps(facts, indent=1))
+        if outcome.plan is not None:
+            outcome.plan.save(self.plan_file)
+        planned = outcome.planned
+        if planned is None or planned.graph is None or planned.replay is None:
+            return [report]
+        from dpro.report.perfetto import export
+
+        export(planned.graph, planned.replay, timeline)
+        return [report, timeline]
+
+
+def outcome_table(outcome: Outcome) -> Table:
+    """Every arm that was measured or predicted, and what it means."""
+    from dpro.report.table import ArmRow, verdict_table
+
+    base_ms = outcome.baseline_ms or 0.0
+    kept = outcome.plan if outcome.verdict.name == "KEPT" else None
+    rows = []
+    for arm in outcome.arms:
+        timed = timing(arm.times_ms())
+        measured = timed.median_ms if timed.steps else None
+        rows.append(
+            ArmRow(
+                name=arm.name,
+                predicted_ms=outcome.replayed_ms if arm.plan is None else arm.predicted_ms,
+                measured_ms=measured,
+                spread_ms=timed.error_ms if timed.steps else None,
+                ratio=base_ms / measured if measured else None,
+                mark="in force" if arm.plan == kept else "",
+            )
+        )
+    notes = [outcome.reason]
+    if outcome.replayed_ms and outcome.planned:
+        error = 100 * (outcome.replayed_ms / timing(outcome.planned.unprofiled_ms).median_ms - 1)
+        notes.append(f"replay of your settings {error:+.1f} % of the time measured before capture")
+    if outcome.predicted_ms and outcome.measured_ms:
+        notes.append(f"prediction of the plan {100 * (outcome.predicted_ms / outcome.measured_ms - 1):+.1f} %")
+    if outcome.capture_overhead_pct is not None:
+        notes.append(f"capture cost {outcome.capture_overhead_pct:+.1f} % while it ran")
+    if outcome.planned:
+        notes += outcome.planned.warnings[:5]
+    return verdict_table(rows, outcome.verdict.value, notes)

@@ -27,6 +27,14 @@ class Comparison:
     faster: bool
 
 
+@dataclass(frozen=True)
+class Window:
+    """Step times, ms, of consecutive steps under one setting; ``at`` is the step in their middle."""
+
+    at: float
+    times_ms: Sequence[float]
+
+
 def slowest_rank(times_ns: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
     """Per step the slowest rank's time, ms. ``times_ns`` is [ranks][steps]; cut to the shortest."""
     steps = min((len(row) for row in times_ns), default=0)
@@ -50,22 +58,30 @@ def timing(times_ms: npt.ArrayLike) -> Timing:
     return Timing(median, 1.2533 * deviation / float(np.sqrt(len(sample))), len(sample))
 
 
-def compare(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], min_gain: float) -> Comparison:
-    """Windows of step times, ms: [windows][steps], taken in turns (before, after, before, after).
+def compare(before: Sequence[Window], after: Sequence[Window], min_gain: float) -> Comparison:
+    """Is the job faster in the windows ``after`` than it would have been with the settings of ``before``?
 
-    Faster means three things: by at least ``min_gain``; by more than twice the standard error; and
-    in every window, so that the slowest window after still beats the fastest before. The last one
-    is what a machine that drifts cannot fake: while it only gets faster (or only slower), windows
-    of equal settings taken in turns can't separate.
+    A machine that drifts must fool nobody: every window after is held against the time *before*
+    interpolated to the same place in the job, so a steady drift cancels exactly where windows
+    before lie on both sides. ``ratio`` is the mean over the windows after. ``noise`` is two standard
+    errors, from the spread inside the windows or between them, whichever is larger. Faster means: by
+    more than ``min_gain`` and by more than the noise, and by some in every window.
     """
-    old, new = timing(_flat(before)), timing(_flat(after))
-    if not old.steps or not new.steps or old.median_ms <= 0:
+    old = [(w.at, timing(w.times_ms)) for w in sorted(before, key=lambda w: w.at) if len(w.times_ms)]
+    new = [(w.at, timing(w.times_ms)) for w in after if len(w.times_ms)]
+    if not old or not new or any(t.median_ms <= 0 for _, t in old):
         return Comparison(1.0, 0.0, False)
-    ratio = new.median_ms / old.median_ms
-    noise = 2 * ratio * float(np.hypot(old.error_ms / old.median_ms, new.error_ms / max(new.median_ms, 1e-9)))
-    apart = max(timing(w).median_ms for w in after if w) < min(timing(w).median_ms for w in before if w)
-    return Comparison(ratio, noise, apart and ratio < 1 - max(min_gain, noise))
+    places = [at for at, _ in old]
+    expected = np.interp([at for at, _ in new], places, [t.median_ms for _, t in old])
+    ratios = np.asarray([t.median_ms for _, t in new]) / expected
+    ratio = float(np.mean(ratios))
+    inside = float(np.hypot(_relative_error([t for _, t in old]), _relative_error([t for _, t in new])))
+    between = float(np.std(ratios, ddof=1) / np.sqrt(len(ratios)) / ratio) if len(ratios) > 1 else 0.0
+    noise = 2 * ratio * max(inside, between)
+    return Comparison(ratio, noise, bool(ratio < 1 - max(min_gain, noise) and np.all(ratios < 1)))
 
 
-def _flat(windows: Sequence[Sequence[float]]) -> list[float]:
-    return [ms for window in windows for ms in window]
+def _relative_error(timings: Sequence[Timing]) -> float:
+    """Standard error of the mean of independent medians, as a share of it."""
+    errors = [t.error_ms / max(t.median_ms, 1e-9) for t in timings]
+    return float(np.sqrt(np.sum(np.square(errors)))) / len(errors)

@@ -83,7 +83,7 @@ class MemoryExchange:
         with board.changed:
             while (found := look()) is None:
                 if rank in board.left:
-                    raise RankLeft(f"rank {rank} ended its training")
+                    raise RankLeft(f"rank {rank} left the tuning")
                 if rank in board.gone:
                     raise TimeoutError(f"rank {rank} did not answer")
                 assert board.changed.wait(_PATIENCE_S), f"rank {self.rank} hangs on rank {rank}"

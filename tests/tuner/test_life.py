@@ -9,6 +9,7 @@ import pytest
 from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro.tuner import Arm, Outcome, State, Verdict, merge, same_plan
+from dpro.verdict import Window
 from tests.tuner.fakes import QUICK, Job, Rank, plan, planner
 
 FAST, SLOW = plan(1.0, predicted_ms=8.0), plan(2.0, predicted_ms=7.0)
@@ -44,7 +45,7 @@ def test_a_faster_plan_is_kept(world_size: int) -> None:
     assert outcome.comparison is not None
     assert outcome.comparison.ratio == pytest.approx(0.8)
     assert [rank.adapter.in_force for rank in ranks] == [FAST] * world_size
-    assert outcome.reason == "1.250x faster, noise 0.0 %"
+    assert outcome.reason == "faster: 1.250x, noise 0.0 %"
     assert outcome.metrics() == {
         "dpro/baseline_ms": 10.0,
         "dpro/replayed_ms": 10.0,
@@ -57,11 +58,11 @@ def test_a_faster_plan_is_kept(world_size: int) -> None:
 
 def test_the_phases_take_the_steps_they_are_given() -> None:
     ranks = Job(by_plan, plans=planner(FAST)).run()
-    # 3 warm-up + 4 baseline + 2 capture, then three windows (plan, baseline, plan) of 2 + 4
-    assert ranks[0].outcome.steps == 3 + 4 + 2 + 3 * 6
+    # 3 warm-up + 4 baseline + 2 capture, then windows of 2 + 4: plan, baseline, plan, baseline
+    assert ranks[0].outcome.steps == 3 + 4 + 2 + 4 * 6
     in_force = [bool(sha) for sha in ranks[0].in_force]
-    assert in_force == [False] * 9 + [True] * 6 + [False] * 6 + [True] * (80 - 21)
-    assert [len(window) for arm in ranks[0].outcome.arms for window in arm.windows] == [4, 4, 4, 4]
+    assert in_force == [False] * 9 + [True] * 6 + [False] * 6 + [True] * 6 + [False] * 6 + [True] * (80 - 33)
+    assert [len(window.times_ms) for arm in ranks[0].outcome.arms for window in arm.windows] == [4] * 5
 
 
 def test_the_best_of_several_is_measured_twice_and_kept() -> None:
@@ -70,7 +71,7 @@ def test_the_best_of_several_is_measured_twice_and_kept() -> None:
     assert outcome.verdict is Verdict.KEPT
     assert outcome.plan == FAST
     assert [(arm.name, len(arm.windows)) for arm in outcome.arms] == [
-        ("your settings", 2),
+        ("your settings", 3),
         ("plan 0", 1),
         ("plan 1", 2),
     ]
@@ -135,7 +136,7 @@ def test_a_given_plan_is_verified_without_profiling() -> None:
     outcome = alike(ranks)
     assert outcome.verdict is Verdict.KEPT
     assert "start_capture" not in ranks[0].adapter.calls
-    assert outcome.steps == 3 + 4 + 3 * 6
+    assert outcome.steps == 3 + 4 + 4 * 6
 
 
 def test_a_given_plan_for_another_job_is_refused() -> None:
@@ -165,7 +166,7 @@ def test_skipped_steps_are_not_timed() -> None:
     outcome = alike(Job(by_plan, plans=planner(FAST), after_step=validate).run())
     assert outcome.verdict is Verdict.KEPT
     assert max(ms for arm in outcome.arms for ms in arm.times_ms()) == 10.0
-    assert [len(w) for arm in outcome.arms for w in arm.windows] == [4, 4, 3, 4]
+    assert [len(w.times_ms) for arm in outcome.arms for w in arm.windows] == [4, 4, 4, 3, 4]
 
 
 def test_a_job_that_validates_after_every_step_keeps_nothing() -> None:
@@ -210,4 +211,4 @@ def test_same_plan_names_the_rank_and_compares_parameters() -> None:
 
 
 def test_an_arm_pools_its_windows() -> None:
-    assert Arm(None, "a", windows=[[1.0], [2.0, 3.0]]).times_ms() == [1.0, 2.0, 3.0]
+    assert Arm(None, "a", windows=[Window(0, [1.0]), Window(2, [2.0, 3.0])]).times_ms() == [1.0, 2.0, 3.0]

@@ -173,8 +173,8 @@ def test_a_rank_that_leaves_the_tuning_after_any_step(step: int, quitter: int) -
     others = [rank for rank in ranks if rank.number != quitter]
     assert all(rank.steps == 80 for rank in ranks)
     assert len({rank.decision for rank in others}) == 1
-    if step < 3 + 4 + 2 + 3 * 6:
-        assert others[0].outcome.reason.startswith(f"rank {quitter} ended its training")
+    if step < 3 + 4 + 2 + 4 * 6:
+        assert others[0].outcome.reason.startswith(f"rank {quitter} left the tuning")
     else:
         assert others[0].outcome.verdict is Verdict.KEPT
 
@@ -217,7 +217,7 @@ def test_an_obstacle_on_one_rank_stops_the_others_at_the_next_meeting() -> None:
             rank.adapter.obstacle = lambda: "uneven inputs" if rank.steps >= 12 else ""  # type: ignore[method-assign]
 
     ranks = Job(gain, plans=planner(FAST), arrange=arrange).run()
-    assert ranks[0].outcome.reason == "rank 1 ended its training; the plan under trial stays in force"
+    assert ranks[0].outcome.reason == "rank 1 left the tuning; the plan under trial stays in force"
     assert ranks[1].outcome.reason == "uneven inputs; the plan under trial stays in force"
     assert all(rank.adapter.in_force == FAST for rank in ranks)
 
