@@ -27,7 +27,7 @@ class CycleError(DproError, ValueError):
 
     def __init__(self, stuck: int, op: int, name: str = "") -> None:
         label = f"op {op} ({name!r})" if name else f"op {op}"
-        super().__init__(f"{stuck} ops can never run: {label} waits for itself")
+        super().__init__(f"{stuck} op{'s' * (stuck > 1)} can never run: {label} waits for itself")
         self.stuck = stuck
         self.op = op
 
