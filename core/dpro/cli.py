@@ -342,6 +342,8 @@ def doctor(json: Json = False) -> None:
 
 
 def _load(path: Path) -> list[RankTrace]:
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise TraceError(path, "neither a file nor a folder")  # a pipe would hang until someone writes
     from dpro.trace.store import load
 
     traces: list[RankTrace] = load(path)

@@ -123,6 +123,7 @@ def test_optimize_of_a_job_without_gradients_says_so(tmp_path: Path, trace: Path
     assert answer["baseline_ms"] == answer["predicted_ms"] == 0.1
     assert any("no plan is faster" in warning for warning in answer["warnings"])
     assert not (tmp_path / "plan.json").exists()
+    assert "no plan is faster" in one_line(run("optimize", trace)[1])
 
 
 def test_tables_are_for_people_and_warnings_for_stderr(trace: Path) -> None:
@@ -175,7 +176,7 @@ def test_useless_file_is_exit_2_with_one_line_that_names_it(tmp_path: Path, comm
     assert line.startswith(f"{path}: ") and len(line) > len(f"{path}: ") + 5
 
 
-@pytest.mark.parametrize("make", ["missing", "empty folder", "folder of other things", "locked", "fifo"])
+@pytest.mark.parametrize("make", ["missing", "empty folder", "folder of other things", "locked", "pipe"])
 def test_path_that_holds_no_trace(tmp_path: Path, make: str) -> None:
     path = tmp_path / "in"
     if make == "empty folder":
@@ -189,7 +190,7 @@ def test_path_that_holds_no_trace(tmp_path: Path, make: str) -> None:
             pytest.skip("root reads everything")
         path.write_text("{}")
         path.chmod(0)
-    elif make == "fifo":
+    elif make == "pipe":
         os.mkfifo(path)
     for command, more in COMMANDS.items():
         out, err = run(command, path, *more, code=2)
@@ -230,8 +231,7 @@ def test_cut_file_is_read_as_far_as_it_goes(tmp_path: Path, packed: bool) -> Non
         (["whatif", "{trace}", "--workers", "8"], "1 worker"),
         (["whatif", "{trace}", "--workers", "many"], "--workers"),
         (["optimize", "{trace}", "--strategy", "magic"], "there is dpro"),
-        (["optimize", "{trace}", "--passes", "magic"], "no pass named 'magic'; there are: tensor_fusion"),
-        (["optimize", "{trace}", "-o", "{tmp}/no/such/plan.json"], ""),
+        (["optimize", "{trace}", "--passes", "magic"], "no pass named 'magic'; there are: "),
         (["export", "{trace}", "--perfetto", "{tmp}/no/such/out.json"], "No such file"),
         (["report", "{trace}", "-o", "{tmp}"], "directory"),
         (["export", "{trace}"], "--perfetto"),
@@ -241,8 +241,6 @@ def test_cut_file_is_read_as_far_as_it_goes(tmp_path: Path, packed: bool) -> Non
     ],
 )
 def test_bad_question_is_one_line(tmp_path: Path, trace: Path, words: list[str], said: str) -> None:
-    if not said:
-        pytest.skip("nothing to write where no plan is faster")
     done = main(*(word.format(trace=trace, tmp=tmp_path) for word in words))
     assert done[0] == 2
     assert said in one_line(done[2])
