@@ -54,15 +54,14 @@ def make_plans(
     blobs: list[bytes], knobs: set[Knob], fingerprint: dict[str, str], settings: Settings, session: Session
 ) -> Planned:
     """Assemble, replay and search; ``blobs`` are the packed traces by rank."""
-    from dpro.graph.assemble import assemble
+    from dpro.cost.sync import fit_buckets
+    from dpro.graph.assemble import assemble, assemble_steps
     from dpro.replay.engine import replay
     from dpro.search.critical_path import optimize
 
     traces = [RankTrace.load(io.BytesIO(blob)) for blob in blobs]
     for trace, blob in zip(traces, blobs, strict=True):
-        folder = session.folder / f"rank{trace.meta.rank}"
-        folder.mkdir(exist_ok=True)
-        (folder / "trace.npz").write_bytes(blob)
+        session.folder.save_trace(trace.meta.rank, blob)
 
     unprofiled = slowest_rank([trace.meta.unprofiled_step_ns for trace in traces])
     profiled = slowest_rank([trace.meta.extra["profiled_step_ns"] for trace in traces])
@@ -78,13 +77,14 @@ def make_plans(
     )
     if not knobs:
         return planned
+    steps = assemble_steps(traces)
+    contention = [trace.meta.contention for trace in traces]
+    graph.info["sync"] = fit_buckets(steps, contention=contention, steps=min(trace.steps for trace in traces))
     found = optimize(graph, knobs=knobs, fingerprint=fingerprint, time_budget_s=settings.search_s, top=settings.trials)
     planned.evaluations, planned.search_s = found.evaluations, found.seconds
     # The replay's own clock may run a little fast or slow; what it says of two plans is their ratio.
     scale = timing(unprofiled).median_ms / found.baseline_ms
     planned.plans = [(c.name, replace(c.plan, predicted_ms=c.predicted_ms * scale)) for c in found.candidates]
-    if planned.plans:
-        planned.plans[0][1].save(session.plan_file)
     return planned
 
 

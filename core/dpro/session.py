@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import traceback
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpro.settings import Settings
+from dpro.trace.store import RunFolder
 from dpro.verdict import timing
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dpro.report.table import ArmRow
     from dpro.tuner import Outcome
 
 
@@ -31,22 +32,9 @@ class Session:
         self._rank = rank
 
     @cached_property
-    def folder(self) -> Path:
-        """The run folder, made on first use."""
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        base = Path(self._settings.runs_dir)
-        for attempt in range(1000):
-            path = base / (stamp if attempt == 0 else f"{stamp}-{attempt}")
-            try:
-                path.mkdir(parents=True)
-                return path
-            except FileExistsError:
-                continue
-        raise FileExistsError(base / stamp)
-
-    @property
-    def plan_file(self) -> Path:
-        return self.folder / "plan.json"
+    def folder(self) -> RunFolder:
+        """The run folder; made when the first file is written to it."""
+        return RunFolder.new(Path(self._settings.runs_dir))
 
     def say(self, text: str, everywhere: bool = False) -> None:
         """One line, on rank 0 (or on the rank that is alone with its trouble)."""
@@ -77,30 +65,35 @@ class Session:
     def _write(self, outcome: Outcome, text: str) -> list[Path]:
         """The run folder's files; returns those a person will open."""
         folder = self.folder
-        report, timeline = folder / "report.txt", folder / "timeline.json"
+        folder.path.mkdir(parents=True, exist_ok=True)
+        report, timeline = folder.report_file, folder.timeline_file
         report.write_text(text)
         facts = {"verdict": outcome.verdict.value, "reason": outcome.reason, **outcome.metrics()}
         facts["arms"] = [
             {"name": arm.name, "predicted_ms": arm.predicted_ms, "times_ms": arm.times_ms()} for arm in outcome.arms
         ]
-        (folder / "outcome.json").write_text(json.dumps(facts, indent=1))
+        (folder.path / "outcome.json").write_text(json.dumps(facts, indent=1))
         if outcome.plan is not None:
-            outcome.plan.save(self.plan_file)
+            outcome.plan.save(folder.plan_file)
         planned = outcome.planned
         if planned is None or planned.graph is None or planned.replay is None:
             return [report]
-        from dpro.report.perfetto import export
+        from dpro.report import html, perfetto
+        from dpro.report.summary import summarise
 
-        export(planned.graph, planned.replay, timeline)
-        return [report, timeline]
+        page = folder.path / "report.html"
+        summary = summarise(planned.graph, "dpro", planned.warnings)
+        html.write(page, summary, outcome_rows(outcome), outcome.verdict.value)
+        perfetto.export(planned.graph, planned.replay, timeline)
+        return [report, page, timeline]
 
 
-def outcome_table(outcome: Outcome) -> Table:
-    """Every arm that was measured or predicted, and what it means."""
-    from dpro.report.table import ArmRow, verdict_table
+def outcome_rows(outcome: Outcome) -> list[ArmRow]:
+    """Every arm that was measured or predicted."""
+    from dpro.report.table import ArmRow
 
     base_ms = outcome.baseline_ms or 0.0
-    kept = outcome.plan if outcome.verdict.name == "KEPT" else None
+    in_force = outcome.plan if outcome.verdict.name == "KEPT" else None
     rows = []
     for arm in outcome.arms:
         timed = timing(arm.times_ms())
@@ -112,9 +105,16 @@ def outcome_table(outcome: Outcome) -> Table:
                 measured_ms=measured,
                 spread_ms=timed.error_ms if timed.steps else None,
                 ratio=base_ms / measured if measured else None,
-                mark="in force" if arm.plan == kept else "",
+                mark="in force" if arm.plan == in_force else "",
             )
         )
+    return rows
+
+
+def outcome_table(outcome: Outcome) -> Table:
+    """The arms, and what they mean."""
+    from dpro.report.table import verdict_table
+
     notes = [outcome.reason]
     if outcome.replayed_ms and outcome.planned:
         error = 100 * (outcome.replayed_ms / timing(outcome.planned.unprofiled_ms).median_ms - 1)
@@ -125,4 +125,4 @@ def outcome_table(outcome: Outcome) -> Table:
         notes.append(f"capture cost {outcome.capture_overhead_pct:+.1f} % while it ran")
     if outcome.planned:
         notes += outcome.planned.warnings[:5]
-    return verdict_table(rows, outcome.verdict.value, notes)
+    return verdict_table(outcome_rows(outcome), outcome.verdict.value, notes)
