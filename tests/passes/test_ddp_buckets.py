@@ -67,7 +67,7 @@ def _ask_torch(elements: list[int], dtypes: list[str], limits: list[int]) -> lis
 _WIDTH = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(_tensors(), st.lists(st.integers(0, 120), min_size=1, max_size=6))
 def test_assign_is_what_torch_does(tensors: tuple[list[int], list[str]], limits: list[int]) -> None:
     elements, dtypes = tensors
@@ -75,7 +75,7 @@ def test_assign_is_what_torch_does(tensors: tuple[list[int], list[str]], limits:
     assert assign(nbytes, dtypes, limits) == _ask_torch(elements, dtypes, limits)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.booleans()), min_size=1, max_size=30))
 def test_any_contiguous_grouping_of_one_dtype_is_expressible(tensors: list[tuple[int, bool]]) -> None:
     groups: list[list[int]] = [[]]
@@ -90,7 +90,7 @@ def test_any_contiguous_grouping_of_one_dtype_is_expressible(tensors: list[tuple
     assert _ask_torch(elements, dtypes, list(limits_bytes(caps))) == groups
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(_tensors(), st.lists(st.integers(1, 120), min_size=1, max_size=4))
 def test_caps_for_mixed_dtypes_are_right_or_none(tensors: tuple[list[int], list[str]], limits: list[int]) -> None:
     elements, dtypes = tensors

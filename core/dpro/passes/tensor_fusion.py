@@ -202,39 +202,47 @@ class _Wiring:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._ranks = sorted({rank for rank, _ in graph.out_op})
         place = _chains(graph)
-        # (chain, place on it); an op on no chain is a chain of its own.
-        self._out = {key: (op, *place.get(op, (-1 - op, 0))) for key, op in graph.out_op.items()}
-        self._in = {key: (op, *place.get(op, (-1 - op, 0))) for key, op in graph.in_op.items()}
+        self.outs = _Ends(graph.out_op, place, 1)
+        self.ins = _Ends(graph.in_op, place, -1)
         self._position = {t: i for i, t in enumerate(ready_order(graph))}
-
-    def outs(self, group: Sequence[int]) -> list[int]:
-        last: dict[int, tuple[int, int]] = {}
-        for op, chain, place in self._find(self._out, group):
-            if chain not in last or place > last[chain][0]:
-                last[chain] = (place, op)
-        return [op for _, op in last.values()]
-
-    def ins(self, group: Sequence[int]) -> list[int]:
-        first: dict[int, tuple[int, int]] = {}
-        for op, chain, place in self._find(self._in, group):
-            if chain not in first or place < first[chain][0]:
-                first[chain] = (place, op)
-        return [op for _, op in first.values()]
+        self._out_of: dict[int, list[int]] = {}
+        for (_, tensor), op in sorted(graph.out_op.items()):
+            self._out_of.setdefault(tensor, []).append(op)
 
     def last_outs(self, group: Sequence[int]) -> list[int]:
         """Per rank, the OUT op that carries the bucket's launch."""
-        last = max(group, key=self._position.__getitem__)
-        return [self._out[rank, last][0] for rank in self._ranks if (rank, last) in self._out]
+        return self._out_of.get(max(group, key=self._position.__getitem__), [])
 
-    def _find(
-        self, table: dict[tuple[int, int], tuple[int, int, int]], group: Sequence[int]
-    ) -> Iterator[tuple[int, int, int]]:
-        for rank in self._ranks:
-            for tensor in group:
-                if (rank, tensor) in table:
-                    yield table[rank, tensor]
+
+class _Ends:
+    """The OUT (or IN) ops of all ranks; called with a group, gives those that are not implied by another.
+
+    ``sign``: 1 if the last op on a chain matters, -1 if the first one does.
+    """
+
+    def __init__(self, ops: dict[tuple[int, int], int], place: dict[int, tuple[int, int]], sign: int) -> None:
+        chains: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        for (rank, tensor), op in sorted(ops.items()):
+            chain, n = place.get(op, (-1 - op, 0))
+            chains.setdefault((rank, chain), []).append((sign * n, tensor, op))
+        # Ranks usually agree on the order of tensors: then one look serves all of them.
+        same: dict[tuple[int, ...], list[dict[int, int]]] = {}
+        for chain_ops in chains.values():
+            chain_ops.sort()
+            same.setdefault(tuple(t for _, t, _ in chain_ops), []).append({t: op for _, t, op in chain_ops})
+        #: (tensor -> place, smaller ones implied by larger ones; tensor -> op, for each chain)
+        self._orders = [({t: i for i, t in enumerate(order)}, maps) for order, maps in same.items() if len(order) > 1]
+        self._alone = {order[0]: [m[order[0]] for m in maps] for order, maps in same.items() if len(order) == 1}
+
+    def __call__(self, group: Sequence[int]) -> list[int]:
+        found = [op for t in group for op in self._alone.get(t, ())] if self._alone else []
+        for position, maps in self._orders:
+            members = [t for t in group if t in position]
+            if members:
+                tensor = max(members, key=position.__getitem__)
+                found += [ops[tensor] for ops in maps]
+        return found
 
 
 def _chains(graph: Graph) -> dict[int, tuple[int, int]]:

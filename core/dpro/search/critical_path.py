@@ -145,7 +145,7 @@ def _with_views(
     best_ns = judge.step_ns(groups)
     mark = views.apply(graph, True)
     try:
-        step_ns = Judge(graph, 0.0).step_ns(groups)
+        step_ns = judge.replayed_ns(groups)
     finally:
         graph.undo(mark)
     if step_ns * (1 + SAME) >= min(best_ns, baseline_ns):

@@ -50,7 +50,6 @@ class Judge:
             bytes_of[graph.tensors[t].dtype] = bytes_of.get(graph.tensors[t].dtype, 0) + graph.tensors[t].nbytes
         main = max(bytes_of, key=bytes_of.__getitem__)
         self.main = [t for t in order if graph.tensors[t].dtype == main]
-        self.single_dtype = len(bytes_of) == 1
         self.cum_bytes = np.concatenate([[0], np.cumsum([graph.tensors[t].nbytes for t in self.main])])
 
     def out_of_time(self) -> bool:
@@ -58,15 +57,19 @@ class Judge:
         return time.monotonic() >= self._deadline_s
 
     def step_ns(self, grouping: Grouping) -> int:
-        """Replayed length of the step with these buckets."""
+        """Replayed length of the step with these buckets; asked once, remembered."""
         if grouping not in self._times:
-            mark = self._fusion.apply(self.graph, grouping)
-            try:
-                self._times[grouping] = replay(self.graph).makespan_ns
-            finally:
-                self.graph.undo(mark)
-            self.evaluations += 1
+            self._times[grouping] = self.replayed_ns(grouping)
         return self._times[grouping]
+
+    def replayed_ns(self, grouping: Grouping) -> int:
+        """The same for the graph as it is now, whatever else has been edited; not remembered."""
+        mark = self._fusion.apply(self.graph, grouping)
+        try:
+            self.evaluations += 1
+            return replay(self.graph).makespan_ns
+        finally:
+            self.graph.undo(mark)
 
     def uniform(self, cap_bytes: int) -> Verdict:
         """DDP with ``bucket_cap_mb``."""
