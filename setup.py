@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distutils.command.install_data import install_data
+from glob import glob
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import Distribution, setup
@@ -26,15 +27,15 @@ class InstallBesidePackages(install_data):
         super().finalize_options()
 
 
-ParallelCompile("NPY_NUM_BUILD_JOBS").install()
+ParallelCompile("DPRO_BUILD_JOBS").install()  # all cores, unless this variable names a number
 
 setup(
     distclass=AskedForData,
     ext_modules=[
         Pybind11Extension(
             "dpro._native",
-            ["core/native/module.cpp", "core/native/replay.cpp"],
-            depends=["core/native/replay.hpp"],
+            sorted(glob("core/native/*.cpp")),
+            depends=sorted(glob("core/native/*.hpp")),
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
         )

@@ -89,7 +89,7 @@ def state(graph: Graph) -> tuple[object, ...]:
     return values, columns, names, graph.edges().tolist(), list(graph.buckets)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(rng=st.randoms(use_true_random=False), edits=st.integers(0, 40))
 def test_any_edits_give_what_the_model_says(rng: random.Random, edits: int) -> None:
     graph, model = Graph(), Model()
@@ -98,7 +98,7 @@ def test_any_edits_give_what_the_model_says(rng: random.Random, edits: int) -> N
     model.assert_equal(graph)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(rng=st.randoms(use_true_random=False), depths=st.lists(st.integers(0, 12), min_size=1, max_size=5))
 def test_undo_brings_back_exactly_what_was(rng: random.Random, depths: list[int]) -> None:
     graph, model = Graph(), Model()
@@ -115,7 +115,7 @@ def test_undo_brings_back_exactly_what_was(rng: random.Random, depths: list[int]
         assert graph.mark() == mark
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rng=st.randoms(use_true_random=False))
 def test_edits_after_an_undo_are_as_on_a_graph_never_undone(rng: random.Random) -> None:
     graph, model = Graph(), Model()

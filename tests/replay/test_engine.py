@@ -28,8 +28,8 @@ def build(*ops: tuple[str | None, int, int, int, list[int]]) -> Arrays:
     graph = Graph()
     for resource in sorted({r for r, *_ in ops if r}):
         graph.resource(resource)
-    for resource, duration, gap, priority, _ in ops:
-        on = graph.resource(resource) if resource else NO_RESOURCE
+    for on_name, duration, gap, priority, _ in ops:
+        on = graph.resource(on_name) if on_name else NO_RESOURCE
         graph.add_op("op", OpKind.LOCAL, resource=on, duration=duration, gap=gap, priority=priority)
     for op, (*_, after) in enumerate(ops):
         for before in after:
@@ -230,7 +230,7 @@ def test_a_cycle_in_a_graph_is_told_by_name_and_op_id() -> None:
 @pytest.mark.parametrize("key", ["duration", "gap"])
 @pytest.mark.parametrize("run", ENGINES)
 def test_negative_times_are_refused(run: Engine, key: str) -> None:
-    arrays = replace(FIVE_OPS, **{key: np.array([0, 0, 0, -1, 0])})
+    arrays = replace(FIVE_OPS, **{key: np.array([0, 0, 0, -1, 0])})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="negative duration or gap"):
         run(arrays)
 

@@ -80,6 +80,17 @@ def test_absolute_bandwidth_is_relative_to_the_fitted_one() -> None:
     assert makespan_ms(graph) == pytest.approx(3 + 16 * 7, abs=1e-3)
 
 
+def test_size_of_a_collective_may_be_known_by_its_bucket_only() -> None:
+    graph = Graph()
+    graph.ranks = 2
+    op = graph.add_op("all_reduce", OpKind.COLLECTIVE, duration=8 * MS)
+    graph.info["collectives"] = [{"ops": (op,), "nbytes": 1_000_000, "duration_ns": 8 * MS}]
+    model = whatif.fit_network(graph)
+    assert model is not None and model.time_ns(1_000_000) == 8 * MS
+    graph.info["collectives"][0]["nbytes"] = -1
+    assert whatif.fit_network(graph) is None
+
+
 @pytest.mark.parametrize("text", ["fast", "", "-2x", "0", "0x", "inf", "nan", "2 parsecs", "10GB", "1e999", "2x; rm"])
 def test_bandwidth_nobody_can_mean(text: str) -> None:
     with pytest.raises(whatif.WhatIfError, match="bandwidth"):
