@@ -215,13 +215,15 @@ def whatif(
     json: Json = False,
 ) -> None:
     """Predict a step with another network, faster ops or more workers."""
+    from dpro.graph.assemble import assemble
     from dpro.replay import whatif as ask
     from dpro.replay.engine import replay as run
     from dpro.report.summary import step_ms
 
     if bandwidth is None and not scale and workers is None:
         raise typer.BadParameter("ask something: --bandwidth, --scale or --workers")
-    graph = _assemble(path, _load(path))
+    traces = _load(path)
+    graph = _assemble(path, traces)
     baseline_ms = step_ms(graph, run(graph).makespan_ns)
     assumptions = []
     try:
@@ -231,7 +233,9 @@ def whatif(
         if workers is not None:
             assumptions.append(ask.set_workers(graph, workers).assumption)
         if bandwidth is not None:
-            assumptions.append(ask.scale_bandwidth(graph, bandwidth).assumption)
+            # Sizes of buckets may be known to the graph of one step only.
+            model = ask.fit_network(graph) or ask.fit_network(assemble(traces))
+            assumptions.append(ask.scale_bandwidth(graph, bandwidth, model).assumption)
     except ask.WhatIfError as error:
         raise TraceError(path, str(error)) from error
     predicted_ms = step_ms(graph, run(graph).makespan_ns)
@@ -279,7 +283,8 @@ def report(
 
     summary, outcome = _summary(path), read_outcome(path)
     if output is None:
-        output = path / "report.html" if outcome else Path(path.resolve().name.split(".")[0] + ".html")
+        ours = next(path.glob("rank*/trace.npz"), None) is not None  # a run folder keeps its own report
+        output = path / "report.html" if ours else Path(path.resolve().name.split(".")[0] + ".html")
     html.write(output, summary, outcome.arms if outcome else (), outcome.verdict if outcome else "")
     typer.echo(f"{output}")
 
@@ -317,9 +322,12 @@ def diff(
     console.print(
         table.numbers_table([("A", f"{before:.2f} ms", str(a)), ("B", f"{after:.2f} ms", f"{b}  ({change})")], "Step")
     )
-    console.print(table.diff_table(rows[:top], "A ms", "B ms", title="Ops, per rank and step, largest change first"))
-    if len(rows) > top:
-        console.print(f"and {len(rows) - top:,} more names (--top, --json)", style="dim")
+    changed = [row for row in rows if row["change_ms"] or row["a_count"] != row["b_count"]]
+    if changed:
+        title = "Ops, per rank and step, largest change first"
+        console.print(table.diff_table(changed[:top], "A ms", "B ms", title=title))
+    left = [f"{len(changed) - top:,} more changed"] if len(changed) > top else []
+    console.print("; ".join([*left, f"{len(rows) - len(changed):,} op names unchanged"]), style="dim")
     _print_warnings(warnings)
 
 

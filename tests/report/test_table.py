@@ -29,6 +29,8 @@ def test_verdict_shows_every_figure_once() -> None:
         ["not", "tried", "1.235"],
         ["report:", "a/b.html"],
     ]
+    text = table.to_text(table.verdict_table([ArmRow("as captured", 10.0)], "PREDICTED"))
+    assert cells(text)[1:] == [["ms/step", "predicted"], ["as", "captured", "10.00"]]  # no column for what is not known
     assert "\x1b" not in text
     assert all(line == line.rstrip() for line in text.splitlines())
 

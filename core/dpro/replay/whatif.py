@@ -67,20 +67,26 @@ def scale_ops(graph: Graph, pattern: str, factor: float) -> Change:
 
 
 def fit_network(graph: Graph) -> SyncModel | None:
-    """t(bytes) of the graph's own collectives; None if none carries its size."""
-    ops = _living(graph, (graph.column("kind") == OpKind.COLLECTIVE) & (graph.column("nbytes") > 0))
+    """t(bytes) of the graph's own collectives; None if none has a known size.
+
+    A bucket's size is known where its collective's is not: ``graph.info["collectives"]`` has it.
+    """
+    size_of = {op: int(facts["nbytes"]) for facts in graph.info.get("collectives", ()) for op in facts["ops"]}
+    ops = _living(graph, graph.column("kind") == OpKind.COLLECTIVE)
+    own = graph.column("nbytes")[ops]
+    sizes = np.where(own > 0, own, [size_of.get(op, -1) for op in ops.tolist()])
     try:
-        return fit(graph.column("nbytes")[ops], graph.column("duration")[ops])
+        return fit(sizes, graph.column("duration")[ops])
     except ValueError:
         return None
 
 
-def scale_bandwidth(graph: Graph, bandwidth: str) -> Change:
+def scale_bandwidth(graph: Graph, bandwidth: str, model: SyncModel | None = None) -> Change:
     """Run every collective and message at another bandwidth.
 
     ``bandwidth`` is a factor ("2x", "0.5") or absolute ("10gbit", "800mbit"), which is taken
-    relative to the bandwidth fitted from the graph's own collectives. Where that fit can be
-    trusted, the latency it found stays in each transfer and only the rest is scaled.
+    relative to the bandwidth of ``model`` (default: :func:`fit_network` of the graph). Where that
+    fit can be trusted, the latency it found stays in each transfer and only the rest is scaled.
 
     Raises:
         WhatIfError: not such a text, nothing on the network, or absolute without a fit.
@@ -88,7 +94,7 @@ def scale_bandwidth(graph: Graph, bandwidth: str) -> Change:
     ops = _living(graph, np.isin(graph.column("kind"), _NETWORK))
     if not len(ops):
         raise WhatIfError("no collective or message in this trace: there is no bandwidth to change")
-    model = fit_network(graph)
+    model = model or fit_network(graph)
     measured_gbit = None
     if model is not None and model.ns_per_byte > 0:
         # What the link carries is more than the payload: each rank of a ring sends it 2 (n-1)/n times.

@@ -55,20 +55,22 @@ def verdict_table(rows: Sequence[ArmRow], verdict: str, notes: Sequence[str] = (
     best = max((row.ratio for row in rows if row.ratio is not None), default=None)
     word = verdict.replace("_", " ")
     title = Text.assemble("dpro  ", (word, STYLES.get(word, "bold")))
-    table = _table("ms/step", "predicted", "measured", "", "speed", "", title=title)
-    table.columns[3].style = "dim"
-    for row in rows:
-        table.add_row(
-            plain(row.name),
-            _ms(row.predicted_ms),
-            _ms(row.measured_ms),
-            "" if row.spread_ms is None else f"± {row.spread_ms:.{_digits(row.measured_ms)}f}",
-            "" if row.ratio is None else f"{row.ratio:.3f}×",
-            plain(row.mark),
-            style="bold" if len(rows) > 1 and row.ratio is not None and row.ratio == best else "",
-        )
+    # A column that nobody filled says nothing.
+    columns = {
+        "predicted": [_ms(row.predicted_ms) for row in rows],
+        "measured": [_ms(row.measured_ms) for row in rows],
+        "": ["" if row.spread_ms is None else f"± {row.spread_ms:.{_digits(row.measured_ms)}f}" for row in rows],
+        "speed": ["" if row.ratio is None else f"{row.ratio:.3f}×" for row in rows],
+        " ": [plain(row.mark) for row in rows],
+    }
+    columns = {header: cells for header, cells in columns.items() if any(cells)}
+    table = _table("ms/step", *columns, title=title)
+    for row, *cells in zip(rows, *columns.values(), strict=True):
+        leads = len(rows) > 1 and row.ratio is not None and row.ratio == best
+        table.add_row(plain(row.name), *cells, style="bold" if leads else "")
     if notes:
-        table.caption = Text("\n".join(notes), style="dim")
+        # Notes may be wider than the table: they are not folded to its width.
+        table.caption = Text("\n".join(notes), style="dim", no_wrap=True, overflow="ignore")
         table.caption_justify = "left"
     return table
 
@@ -77,7 +79,7 @@ def numbers_table(rows: Sequence[tuple[str, str, str]], title: str = "") -> Tabl
     """Label, value and remark, one per row; labels left, values right."""
     table = _table("", "", "", title=title)
     table.show_header = False
-    table.columns[2].style, table.columns[2].justify = "dim", "left"
+    table.columns[2].style, table.columns[2].justify, table.columns[2].no_wrap = "dim", "left", False
     for row in rows:
         table.add_row(*map(plain, row))
     return table
@@ -109,7 +111,7 @@ def ops_table(rows: Sequence[tuple[str, str, float, float, float]], title: str =
     table = _table("op", "kind", "count", "ms", "share", title=title)
     table.columns[1].justify, table.columns[1].style = "left", "dim"
     for name, kind, count, ms, share in rows:
-        table.add_row(plain(_short(name, 44)), kind.lower(), count_text(count), _ms(ms), f"{100 * share:.1f} %")
+        table.add_row(plain(_short(name, 40)), kind.lower(), count_text(count), _ms(ms), f"{100 * share:.1f} %")
     return table
 
 
@@ -137,7 +139,7 @@ def findings_table(rows: Sequence[tuple[str, str, str, str]], title: str = "") -
 
     table = _table("", "", "found", "what to do", title=title)
     for column in table.columns:
-        column.justify, column.overflow = "left", "fold"
+        column.justify, column.overflow, column.no_wrap = "left", "fold", False
     for status, what, found, todo in rows:
         table.add_row(Text(status, style=STYLES.get(status, "")), what, plain(found), plain(todo))
     return table
@@ -173,7 +175,7 @@ def _table(*headers: str, title: str | Text = "") -> Table:
     shown = (plain(title) or None) if isinstance(title, str) else title
     table = Table(box=box.SIMPLE_HEAD, title=shown, title_justify="left", title_style="bold", pad_edge=False)
     for index, header in enumerate(headers):
-        table.add_column(plain(header), justify="left" if index == 0 else "right")
+        table.add_column(plain(header), justify="left" if index == 0 else "right", no_wrap=index > 0)
     return table
 
 
