@@ -52,8 +52,8 @@ def _ends(trace: RankTrace) -> dict[tuple[str, str, int, int], int]:
     out = {}
     for row in np.flatnonzero(trace.kind == EventKind.COLLECTIVE).tolist():
         facts = trace.collectives[row]
-        key = (facts.group, facts.name, int(trace.step[row]))
-        place = seen.get(key, 0)
-        seen[key] = place + 1
-        out[(*key, place)] = int(trace.end[row])
+        group, name, step = facts.group, facts.name, int(trace.step[row])
+        place = seen.get((group, name, step), 0)
+        seen[group, name, step] = place + 1
+        out[group, name, step, place] = int(trace.end[row])
     return out

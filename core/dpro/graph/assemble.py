@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ from dpro.graph.local import build_local
 from dpro.graph.threads import costly_names
 from dpro.trace.model import RankTrace
 from dpro.trace.steps import step_finish_ns, used_steps
+
+#: No launch takes longer to reach an idle device; a longer gap before a kernel has another cause.
+LAUNCH_LATENCY_NS = 50_000
+_UNEXPLAINED_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -188,9 +193,16 @@ class _Assembly:
             if op.resource == CHANNEL and id(op) not in shared
         ]
         self._add_ops(joined, sorted([*joined, *single], key=self._launched))
+        span = _span_ns(traces, steps, self.offsets)
+        unexplained = self._unexplained()
+        if unexplained > _UNEXPLAINED_SHARE * span * len(traces):
+            graph.warnings.append(
+                f"device work waited {unexplained / 1e6:.1f} ms for something the traces do not show (kept as gaps)"
+            )
         graph.info.update(
+            unexplained_ns=unexplained,
             steps=_step_count(steps),
-            measured_ns=_span_ns(traces, steps, self.offsets) / _step_count(steps),
+            measured_ns=span / _step_count(steps),
             unprofiled_ns=_unprofiled(traces),
             launch_ns=self._launch_cost(),
             main_resource={x.rank: graph.resource(x.main) for x in self.locals},
@@ -323,7 +335,7 @@ class _Assembly:
         for begin, end, channel in spans:
             others = [s for s in spans if s[2] == channel and s[0] < end and s[1] > begin]
             cuts = sorted({begin, end, *(t for s in others for t in s[:2] if begin < t < end)})
-            shares = [(b - a) / sum(s[0] <= a and s[1] >= b for s in others) for a, b in zip(cuts, cuts[1:])]
+            shares = [(b - a) / sum(s[0] <= a and s[1] >= b for s in others) for a, b in pairwise(cuts)]
             out.append(round(sum(shares)))
         return out
 
@@ -357,6 +369,11 @@ class _Assembly:
             {"nbytes": op.nbytes, "duration_ns": service, "ops": (made,), "name": op.name, "bucket": bucket}
         )
 
+    def _unexplained(self) -> int:
+        """ns that device ops were idle before their start beyond any launch latency."""
+        gaps = (op.gap(x.begin) for x in self.locals for op in x.ops if "/stream/" in op.resource)
+        return sum(gap for gap in gaps if gap > LAUNCH_LATENCY_NS)
+
     # -- tensors ---------------------------------------------------------------------------------
 
     def _add_tensors(self) -> None:
@@ -364,7 +381,7 @@ class _Assembly:
         if not first.outs or self.graph.info.get("steps") != 1:
             return  # a graph of several steps has a gradient several times
         known = self.traces[0].tensors
-        sizes = {t: 0 for t in first.outs}
+        sizes = dict.fromkeys(first.outs, 0)
         for b in first.buckets:
             if b.run is not None and b.run.nbytes > 0:
                 sizes.update((t, b.run.nbytes // len(b.members)) for t in b.members)

@@ -19,8 +19,6 @@ from dpro.trace.model import EventKind, RankTrace
 
 CHANNEL = "group/gloo"
 VIEW = "aten::as_strided"
-#: A worker's end mark may come this much after the thread it woke went on.
-_LATE_MARK_NS = 500_000
 
 
 def add_gradients(trace: RankTrace, local: Local, rows: list[int]) -> None:
@@ -190,10 +188,11 @@ def _waits(local: Local, chain: list[DraftOp], run: DraftOp, first_in: DraftOp |
         first_in = chain[after] if after < len(chain) else local.last
         if chain[after - 1].end > run.end or run.preds[0] is first_in:
             return  # the host was busy when it ended: nobody waited
-    if first_in.start < max(run.start, run.end - _LATE_MARK_NS):
-        local.warnings.append(f"{run.name} ended after its first use: not taken as a dependency")
+    if first_in.start < run.start:
+        local.warnings.append(f"{run.name} began after its first use: not taken as a dependency")
         return
     first_in.after(run)
+    # A worker that lost its core writes its end mark after the thread it woke went on.
     run.end = min(run.end, first_in.start)
     run.duration = run.end - run.start
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -62,7 +63,7 @@ def build_local(
     local.chains.setdefault(name, [])
     add_gradients(trace, local, threads.get(main, []) if main is not None else [])
     for thread_name, ops in local.chains.items():
-        for before, op in zip(ops, ops[1:]):
+        for before, op in pairwise(ops):
             op.after(before)
         if thread_name == name:
             if ops:
@@ -152,6 +153,7 @@ class _Device:
 
     def __init__(self, trace: RankTrace, local: Local, rows: list[int], earlier: set[int]) -> None:
         self.trace, self.local, self.earlier = trace, local, earlier
+        self.split: set[int] = set()  # host ops whose call is already an instant of its own
         self.streams: dict[int, list[_Launch]] = {}
         #: host row -> its op; only rows that opened an op can be launched from or waited on
         self.host: dict[int, DraftOp] = {}
@@ -171,11 +173,12 @@ class _Device:
     def _make_ops(self) -> None:
         trace, local = self.trace, self.local
         calls = np.flatnonzero(np.isin(trace.kind, (EventKind.RUNTIME, EventKind.SYNC)))
-        call_of = dict(zip(trace.flow[calls].tolist(), calls.tolist()))
+        call_of = dict(zip(trace.flow[calls].tolist(), calls.tolist(), strict=True))
         call_of.pop(-1, None)
         last: dict[int, DraftOp] = {}
         called = trace.start.tolist()
-        columns = [trace.columns[key][self.rows].tolist() for key in ("resource", "flow", "start", "end", "kind", "name", "nbytes")]
+        keys = ("resource", "flow", "start", "end", "kind", "name", "nbytes")
+        columns = [trace.columns[key][self.rows].tolist() for key in keys]
         for row, stream, flow, start, end, event, name, nbytes in zip(self.rows, *columns, strict=True):
             call = call_of.get(flow)
             host = self.host.get(call) if call is not None else None
@@ -226,7 +229,7 @@ class _Device:
         """The next op on the waiting stream follows what the awaited event had recorded."""
         trace = self.trace
         record = np.flatnonzero(trace.kind == EventKind.EVENT_RECORD)
-        recorded = dict(zip(trace.flow[record].tolist(), trace.start[record].tolist()))
+        recorded = dict(zip(trace.flow[record].tolist(), trace.start[record].tolist(), strict=True))
         by_thread: dict[str, list[tuple[int, int]]] = {}
         for stream, items in self.streams.items():
             for item in items:
@@ -287,10 +290,21 @@ class _Device:
                     self._wait(item.host, [item.op])
 
     def _wait(self, host: DraftOp, awaited: list[DraftOp]) -> None:
-        for op in awaited:
-            if host not in op.preds:
-                host.after(op)
-                host.wait_until(op.end)
+        """Make a host op end after device ops; what it waited is no work of its own.
+
+        The call itself becomes an instant before it, so that the host's gap before the call stays
+        where the wait turns out shorter.
+        """
+        awaited = [op for op in awaited if host not in op.preds and op not in host.preds]
+        if not awaited:
+            return
+        if id(host) not in self.split:
+            self.split.add(id(host))
+            call = DraftOp(f"{host.name} (call)", OpKind.LOCAL, host.resource, host.start, host.start, 0)
+            call.preds, host.preds = host.preds, [call]
+            self.local.ops.append(call)
+        host.after(*awaited)
+        host.wait_until(max(op.end for op in awaited))
 
     def _full_queue(self) -> None:
         """Calls that block because the launch queue is full follow the device op that made room."""

@@ -75,9 +75,7 @@ def host_threads(trace: RankTrace, begin: int, end: int) -> dict[int, list[int]]
     return out
 
 
-def chain(
-    trace: RankTrace, rows: list[int], cuts: Cuts, ranges: Ranges, resource: str
-) -> list[DraftOp]:
+def chain(trace: RankTrace, rows: list[int], cuts: Cuts, ranges: Ranges, resource: str) -> list[DraftOp]:
     """Ops of one thread in order, not yet joined by edges.
 
     Args:
@@ -99,7 +97,7 @@ def chain(
     for span in spans:
         # Ops that something hangs on are called by what they are, the others by what they belong to.
         named = span[0].label if span[0].owner in cuts.rows else span[0].anchor
-        fresh = [p.owner for p in span if p.owner not in begun]
+        fresh = {p.owner for p in span} - begun
         begun.update(fresh)
         start, end = span[0].start, span[-1].end
         name = names[named - base]
@@ -132,9 +130,7 @@ def costly_names(trace: RankTrace) -> set[str]:
     return {trace.names[name] for name, ns in total.items() if ns >= _OWN_OP_NS * count[name]}
 
 
-def _pieces(
-    trace: RankTrace, rows: list[int], whole: set[int], own: set[str]
-) -> tuple[list[_Piece], Counter[int]]:
+def _pieces(trace: RankTrace, rows: list[int], whole: set[int], own: set[str]) -> tuple[list[_Piece], Counter[int]]:
     """Exclusive pieces in time order, and how many events were absorbed by each whole row.
 
     A child that ends after its parent (rounding) is cut there.

@@ -168,8 +168,8 @@ class TraceFile:
                 break
         if not found:
             cut = self.losses.truncated_at
-            reason = "no traceEvents in it" if cut is None else f"not a JSON trace (broken before any event, byte {cut})"
-            raise TraceError(self.path, reason)
+            broken = f"not a JSON trace (broken before any event, byte {cut})"
+            raise TraceError(self.path, "no traceEvents in it" if cut is None else broken)
 
     def _events(self) -> Iterator[dict[str, Any]]:
         """The records of one list, cursor just after its ``[``."""

@@ -166,9 +166,7 @@ class _Reader:
             self.builder.add(name, kind, thread, start, end, flow=flow)
         elif category in ("cpu_op", "operator"):
             self.op_thread[thread] += 1
-            self.builder.add(
-                name, EventKind.CPU_OP, thread, start, end, link=_integer(args.get("Sequence number"))
-            )
+            self.builder.add(name, EventKind.CPU_OP, thread, start, end, link=_integer(args.get("Sequence number")))
         elif category == "user_annotation":
             if name.startswith("gloo:"):
                 self.gloo.append((name, thread, start, end, _shape_bytes(args)))
@@ -262,7 +260,8 @@ class _Reader:
         if not self.links:
             return
         ops = np.flatnonzero((trace.kind == EventKind.CPU_OP) & (trace.link < 0))
-        for i, resource, start in zip(ops.tolist(), trace.resource[ops].tolist(), trace.start[ops].tolist()):
+        places = zip(ops.tolist(), trace.resource[ops].tolist(), trace.start[ops].tolist(), strict=True)
+        for i, resource, start in places:
             number = self.links.get((resource, start))
             if number is not None:
                 trace.columns["link"][i] = number
@@ -273,7 +272,7 @@ class _Reader:
         if not len(bare) or not self.sized:
             return
         calls = np.flatnonzero(trace.kind == EventKind.RUNTIME)
-        call_of = dict(zip(trace.flow[calls].tolist(), calls.tolist()))
+        call_of = dict(zip(trace.flow[calls].tolist(), calls.tolist(), strict=True))
         for i in bare.tolist():
             call = call_of.get(int(trace.flow[i]))
             if call is None:
@@ -310,8 +309,8 @@ def _message_bytes(args: dict[str, Any]) -> int:
 def _shape_bytes(args: dict[str, Any]) -> int:
     """Payload from recorded input shapes and types; -1 where they were not recorded."""
     total = -1
-    types = args.get("Input type") or args.get("Input Type") or []
-    for dims, kind in zip(args.get("Input Dims") or [], types):
+    types = args.get("Input type") or []
+    for dims, kind in zip(args.get("Input Dims") or [], types, strict=False):
         size = _DTYPE_BYTES.get(str(kind).lower())
         if size and isinstance(dims, list) and dims and all(type(d) is int for d in dims):
             total = max(total, 0) + size * int(np.prod(dims, dtype=np.int64))

@@ -174,7 +174,7 @@ class RankTrace:
             "warnings": self.warnings,
         }
         blob = np.frombuffer(json.dumps(side).encode(), dtype=np.uint8)
-        np.savez_compressed(path, side=blob, step_bounds=self.step_bounds, **self.columns)
+        np.savez_compressed(path, side=blob, step_bounds=self.step_bounds, **self.columns)  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: Path | IO[bytes]) -> RankTrace:
@@ -183,8 +183,18 @@ class RankTrace:
         Raises:
             TraceError: not such a file, or written by a newer dpro.
         """
+        if isinstance(path, Path):  # opened here: numpy leaves a file open that is no zip
+            try:
+                with path.open("rb") as file:
+                    return cls._load(file, path)
+            except OSError as error:
+                raise TraceError(path, error.strerror or "cannot be read") from error
+        return cls._load(path, path)
+
+    @classmethod
+    def _load(cls, file: IO[bytes], path: object) -> RankTrace:
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with np.load(file, allow_pickle=False) as stored:
                 side = json.loads(stored["side"].tobytes())
                 if side["version"] != FORMAT_VERSION:
                     raise TraceError(path, f"trace version {side['version']}, this dpro reads {FORMAT_VERSION}")
@@ -202,8 +212,6 @@ class RankTrace:
             )
         except TraceError:
             raise
-        except FileNotFoundError as error:
-            raise TraceError(path, "no such file") from error
         except Exception as error:  # zip, json, key and type errors all mean the same to the reader
             raise TraceError(path, f"not a dpro trace ({type(error).__name__})") from error
 

@@ -1,0 +1,229 @@
+"""Several ranks in one graph: collectives joined, DDP on gloo, ranks that differ; answers by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dpro.clock.ends import align_on_ends
+from dpro.errors import TraceError
+from dpro.graph.assemble import _break_cycles, assemble, assemble_steps, assemble_window, measure
+from dpro.graph.graph import Graph, OpKind
+from dpro.replay.engine import replay
+from dpro.trace.kineto import read
+from dpro.trace.model import RankTrace, Tensor
+from tests.trace import synthetic as syn
+
+US = 1_000
+
+
+def job(tmp_path: Path, ranks: list[list[syn.Event]]) -> list[RankTrace]:
+    world = {"world_size": len(ranks)}
+    return [
+        read(syn.write(tmp_path / f"rank{r}.json", events, distributedInfo={"rank": r, **world}))
+        for r, events in enumerate(ranks)
+    ]
+
+
+def of_kind(graph: Graph, kind: OpKind) -> list[int]:
+    return np.flatnonzero(graph.column("kind") == kind).tolist()
+
+
+def makespan_us(graph: Graph) -> float:
+    return replay(graph).makespan_ns / US
+
+
+# -- NCCL-like: the collective is a kernel -----------------------------------------------------------
+
+
+def gpu_rank(arrive: float, leave: float = 500) -> list[syn.Event]:
+    """Compute until ``arrive``, one all-reduce kernel until ``leave``, 100 µs of compute after it."""
+    return [
+        syn.mark("ProfilerStep#0", 0, 700),
+        syn.op("aten::a", 0, 80),
+        *syn.launched("compute", 10, 20, arrive, 1),
+        *syn.launched("ncclKernel_AllReduce_RING_LL_Sum_float(x)", 25, arrive, leave, 2),
+        *syn.launched("after", 40, leave, leave + 100, 3),
+    ]
+
+
+def test_transfer_is_the_common_end_minus_the_latest_arrival(tmp_path: Path) -> None:
+    graph = assemble(job(tmp_path, [gpu_rank(120), gpu_rank(400), gpu_rank(250)]))
+    [collective] = of_kind(graph, OpKind.COLLECTIVE)
+    assert graph.column("duration")[collective] == 100 * US  # not 380 or 250
+    assert graph.column("rank")[collective] == -1
+    assert makespan_us(graph) == 700
+    # Rank 1 computes 380 (20-400). With a quarter of that it arrives at 115; rank 2 is now last, at 250:
+    # the all-reduce ends at 350, the kernel after it at 450; the host's step still ends at 700.
+    straggler = [op for op in range(len(graph)) if graph.name_of(op) == "compute" and graph.column("rank")[op] == 1]
+    graph.scale(np.asarray(straggler), 0.25)
+    played = replay(graph)
+    row = graph.arrays().ids.tolist().index(collective)
+    assert (played.start[row] / US, played.end[row] / US) == (250, 350)
+
+
+def test_a_straggler_does_not_change_the_transfer(tmp_path: Path) -> None:
+    calm = assemble(job(tmp_path, [gpu_rank(300), gpu_rank(400)]))
+    (tmp_path / "late").mkdir()
+    late = assemble(job(tmp_path / "late", [gpu_rank(300, 5400), gpu_rank(5300, 5400)]))
+    durations = [int(g.column("duration")[of_kind(g, OpKind.COLLECTIVE)[0]]) for g in (calm, late)]
+    assert durations == [100 * US, 100 * US]
+
+
+def test_clocks_of_other_hosts_are_brought_together(tmp_path: Path) -> None:
+    shifted = [{**e, "ts": e["ts"] + 5_000} for e in gpu_rank(400)]
+    traces = job(tmp_path, [gpu_rank(120), shifted])
+    assert align_on_ends(traces).offsets_ns == [0, -5_000 * US]
+    graph = assemble(traces)
+    assert graph.column("duration")[of_kind(graph, OpKind.COLLECTIVE)[0]] == 100 * US
+    assert makespan_us(graph) == 700
+    assert measure(traces).mean_ns == 700 * US
+
+
+def test_one_rank_of_many_keeps_what_it_saw_and_says_so(tmp_path: Path) -> None:
+    info = {"rank": 0, "world_size": 8}
+    trace = read(syn.write(tmp_path / "r.json", gpu_rank(120), distributedInfo=info))
+    graph = assemble([trace])
+    [collective] = of_kind(graph, OpKind.COLLECTIVE)
+    assert graph.column("duration")[collective] == 380 * US
+    assert "1 collective(s) seen by one rank only: waiting for its peers is inside" in graph.warnings
+
+
+def test_ranks_with_different_collectives_meet_in_what_they_share(tmp_path: Path) -> None:
+    extra = syn.launched("ncclKernel_AllGather_RING_LL(x)", 45, 600, 650, 4)
+    traces = job(tmp_path, [[*gpu_rank(120), *extra], gpu_rank(400)])
+    graph = assemble(traces)
+    assert sorted(graph.column("rank")[of_kind(graph, OpKind.COLLECTIVE)].tolist()) == [-1, 0]
+    assert any("rank 1 has 1 collectives, rank 0 2: 1 in common" in line for line in graph.warnings)
+    assert makespan_us(graph) == 700
+
+
+def test_groups_are_kept_apart(tmp_path: Path) -> None:
+    def rank(first: str, second: str) -> list[syn.Event]:
+        name = "ncclKernel_AllReduce_RING_LL_Sum_float(x)"
+        return [
+            syn.mark("ProfilerStep#0", 0, 700),
+            syn.op("aten::a", 0, 80),
+            *syn.launched(name, 10, 100, 200, 1, stream=20, **{"Process Group Ranks": first}),
+            *syn.launched(name, 30, 200, 400, 2, stream=21, **{"Process Group Ranks": second}),
+        ]
+
+    # [0, 1] is the second all-reduce of rank 0 and the first of rank 1
+    graph = assemble(job(tmp_path, [rank("[0, 2]", "[0, 1]"), rank("[0, 1]", "[1, 3]")]))
+    ranks = sorted(graph.column("rank")[of_kind(graph, OpKind.COLLECTIVE)].tolist())
+    assert ranks == [-1, 0, 1]
+
+
+# -- DDP on gloo -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["copy", "view"])
+def ddp(tmp_path: Path, request: pytest.FixtureRequest) -> Graph:
+    traces = job(tmp_path, [syn.ddp_cpu_step(r, view=request.param) for r in range(2)])
+    for trace in traces:
+        trace.tensors = [
+            Tensor("weight", (3,), "float32", 12, ready=1, bucket=0),
+            Tensor("bias", (5,), "float32", 20, ready=0, bucket=0),
+            Tensor("head", (25,), "float32", 100, ready=2, bucket=1),
+        ]
+        trace.meta.unprofiled_step_ns = [930 * US, 940 * US, 900 * US]
+    return assemble(traces)
+
+
+def test_ddp_buckets_and_what_hangs_on_them(ddp: Graph) -> None:
+    assert not ddp.warnings
+    assert [t.name for t in ddp.tensors] == ["weight", "bias", "head"]
+    assert [(b.tensors, b.nbytes) for b in ddp.buckets] == [((1, 0), 32), ((2,), 100)]  # in ready order
+    first, second = (b.ops[0] for b in ddp.buckets)
+    # launches return at 330/380 and 525/575; both end at 600 and 800, one after the other on the channel
+    assert ddp.column("duration")[[first, second]].tolist() == [220 * US, 200 * US]
+    edges = {tuple(e) for e in ddp.edges().tolist()}
+    for rank in range(2):
+        assert (ddp.out_op[rank, 0], first) in edges  # the launch is the OUT op of the last gradient in it
+        assert (ddp.out_op[rank, 2], second) in edges
+        assert (first, ddp.in_op[rank, 1]) in edges
+        assert (second, ddp.in_op[rank, 2]) in edges
+    kinds = ddp.column("kind")
+    assert {OpKind(kinds[op]) for op in ddp.out_op.values()} == {OpKind.OUT}
+    assert {OpKind(kinds[op]) for op in ddp.in_op.values()} == {OpKind.IN}
+    assert len(ddp.out_op) == len(ddp.in_op) == 6
+
+
+def test_ddp_facts_for_later_floors(ddp: Graph) -> None:
+    info = ddp.info
+    assert ddp.ranks == 2
+    assert info["measured_ns"] == 950 * US
+    assert info["unprofiled_ns"] == 930 * US
+    assert info["launch_ns"] == 20 * US
+    assert [ddp.resource_names[info["main_resource"][r]] for r in range(2)] == ["rank0/cpu/100", "rank1/cpu/100"]
+    assert info["channel"] in ddp.resource_names
+    # in flight 380-600 and 575-800: 25 µs are shared half and half
+    assert [c["duration_ns"] / US for c in info["collectives"]] == [207.5, 212.5]
+    assert [c["nbytes"] for c in info["collectives"]] == [32, 100]
+    assert [c["bucket"] for c in info["collectives"]] == [0, 1]
+
+
+def test_ddp_waits_are_dependencies_not_gaps(ddp: Graph) -> None:
+    assert makespan_us(ddp) == 950
+    ddp.scale(np.asarray([op for b in ddp.buckets for op in b.ops]), 0.5)
+    # First bucket 380-490, second 575-675. Rank 0: backward ends at 530, copies at 535-555; rank 1: ends at
+    # 580, copies 586-606. Third copy after 675: 678-688 and 679-689. Then 17 and 16 µs of Python, the
+    # update of 60, and 60 to the end of the step: 825.
+    assert makespan_us(ddp) == 825
+    ddp.scale(np.asarray([op for b in ddp.buckets for op in b.ops]), 0.0)
+    # Nothing on the channel: rank 1's backward ends at 580; 6 + 20 + 4 + 10 + 16 + 60 + 60 later
+    assert makespan_us(ddp) == 756
+
+
+def test_ddp_without_a_tensor_table(tmp_path: Path) -> None:
+    graph = assemble(job(tmp_path, [syn.ddp_cpu_step(r) for r in range(2)]))
+    assert [t.name for t in graph.tensors] == ["grad0", "grad1", "grad2"]
+    assert [b.tensors for b in graph.buckets] == [(0, 1), (2,)]
+
+
+def test_a_rank_that_began_early_gains_nothing_for_the_step(tmp_path: Path) -> None:
+    # Two steps of 950; rank 1 runs the second 30 µs ahead of rank 0, the collectives end together.
+    ranks = []
+    for rank in range(2):
+        first = syn.ddp_cpu_step(rank)
+        second = syn.ddp_cpu_step(rank, begin=950)
+        if rank:
+            first[0] = syn.mark("ProfilerStep#0", 0, 920)
+            first = [e for e in first if e["name"] != "aten::add_"]
+            second[0] = syn.mark("ProfilerStep#1", 920, 1900)
+            second[1] = syn.op("aten::linear", 920, 1100)
+        else:
+            second[0] = syn.mark("ProfilerStep#1", 950, 1900)
+        ranks.append([*first, *second])
+    traces = job(tmp_path, ranks)
+    assert measure(traces).mean_ns == 950 * US
+    assert [makespan_us(g) for g in assemble_steps(traces)] == [950, 950]
+    assert makespan_us(assemble_window(traces)) == 1900
+    averaged = assemble(traces, average=True)
+    assert averaged.info["averaged_steps"] in (1, 2)
+
+
+# -- odd input ---------------------------------------------------------------------------------------
+
+
+def test_missing_steps_and_no_traces(tmp_path: Path) -> None:
+    two = [*syn.ddp_cpu_step(0), *[{**e, "name": e["name"].replace("#0", "#1")} for e in syn.ddp_cpu_step(0, 950)]]
+    traces = job(tmp_path, [two, syn.ddp_cpu_step(1)])
+    graph = assemble(traces)
+    assert any("ranks captured 1 to 2 steps: the first 1 are used" in line for line in graph.warnings)
+    assert makespan_us(graph) == 950
+    with pytest.raises(TraceError, match="no step 1"):
+        assemble(traces, step=1)
+    with pytest.raises(TraceError):
+        assemble([])
+
+
+def test_cycles_are_broken_where_they_go_against_time() -> None:
+    edges = {(0, 1), (1, 2), (2, 0), (2, 3)}
+    assert _break_cycles([0, 10, 20, 30], edges) == 1
+    assert edges == {(0, 1), (1, 2), (2, 3)}
+    tied = {(0, 1), (1, 0), (2, 3), (3, 2)}
+    assert _break_cycles([0, 0, 5, 5], tied) == 2
+    assert len(tied) == 2

@@ -1,0 +1,148 @@
+"""Finding traces at a path, and the run folder."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from dpro.errors import TraceError
+from dpro.trace import kineto, store
+from dpro.trace.store import RunFolder, load
+from tests.trace import synthetic as syn
+
+JPEG = b"\xff\xd8\xff\xe0\x00\x10JFIF\x00\x01" + bytes(range(256)) * 8
+STEP = syn.dumps(syn.document(syn.gpu_step(), distributedInfo={"rank": 0, "world_size": 2})).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("t.json", b"", "empty file"),
+        ("t.json", b"[", "no events in it (file ends early, at byte 1: read up to there)"),
+        ("t.json", b"[\n", "no events in it (file ends early, at byte 2: read up to there)"),
+        ("t.json", b'{"a": 1}', "no traceEvents in it"),
+        ("t.json", b'{"traceEvents": []}', "no events in it"),
+        ("t.json", b'{"traceEvents": {"a": 1}}', "no traceEvents in it"),
+        ("t.json", b'"text"', "not a JSON trace"),
+        ("t.json", b"[1, 2, 3]", "no events in it"),
+        ("t.json", JPEG, "not a JSON trace"),
+        ("t.json.gz", JPEG, "not a JSON trace"),
+        ("t.json.gz", gzip.compress(JPEG), "not a JSON trace"),
+        ("t.json.gz", b"\x1f\x8b", "empty file"),
+        ("t.json", STEP[:40], "not a JSON trace (broken before any event, byte 40)"),
+        ("t.npz", b"PK\x03\x04 and then nothing", "not a dpro trace (BadZipFile)"),
+    ],
+)
+def test_one_unusable_file_is_one_line(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(TraceError) as caught:
+        load(path)
+    assert str(caught.value) == f"{path}: {reason}"
+
+
+def test_missing_and_empty_places(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no such file or directory"):
+        load(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").write_text("no trace")
+    with pytest.raises(TraceError, match=r"no trace files in it \(\*.json, \*.json.gz, \*.npz\)"):
+        load(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_file(tmp_path: Path) -> None:
+    path = syn.write(tmp_path / "rank0.json", syn.gpu_step())
+    path.chmod(0)
+    with pytest.raises(TraceError, match="cannot be read"):
+        load(path)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_file_cut_in_the_middle_is_read_as_far_as_it_goes(tmp_path: Path, compress: bool) -> None:
+    # half of the records survive; the cut is inside the last of them
+    content = gzip.compress(STEP)[:-120] if compress else STEP[: STEP.index(b"aten::b") + 20]
+    path = tmp_path / "rank0.json"
+    path.write_bytes(content)
+    [trace] = load(path)
+    assert "aten::a" in trace.names
+    assert any(line.startswith("file ends early, at byte ") for line in trace.warnings)
+
+
+def test_ranks_are_sorted_and_other_files_counted(tmp_path: Path) -> None:
+    for rank in (10, 2, 0):
+        syn.write(tmp_path / f"trace_{rank}.json.gz", syn.gpu_step(), distributedInfo={"rank": rank, "world_size": 16})
+    (tmp_path / "et_rank0.json.gz").write_bytes(gzip.compress(b'{"schema": "1.0.2", "nodes": []}'))
+    (tmp_path / "readme.txt").write_text("x")
+    (tmp_path / "photo.json").write_bytes(JPEG)
+    traces = load(tmp_path)
+    assert [t.meta.rank for t in traces] == [0, 2, 10]
+    assert traces[0].warnings[:4] == [
+        "1 Chakra execution trace(s) beside the Kineto traces skipped",
+        "1 file(s) that are no traces skipped",
+        "skipped photo.json: not a JSON trace",
+        "3 of 16 ranks are here",
+    ]
+
+
+def test_ranks_by_order_where_nothing_tells_them(tmp_path: Path) -> None:
+    for name in ("b.json", "a.json", "c.json"):
+        syn.write(tmp_path / name, syn.gpu_step())
+    traces = load(tmp_path)
+    assert [(t.meta.rank, Path(t.meta.source).name) for t in traces] == [(0, "a.json"), (1, "b.json"), (2, "c.json")]
+    assert all(any("taken as" in line and "by order" in line for line in t.warnings) for t in traces)
+
+
+def test_a_rank_that_comes_twice_is_reported(tmp_path: Path) -> None:
+    for name in ("x.json", "y.json"):
+        syn.write(tmp_path / name, syn.gpu_step(), distributedInfo={"rank": 0})
+    traces = load(tmp_path)
+    assert [t.meta.rank for t in traces] == [0, 1]
+    assert traces[0].warnings[0] == "rank 0 twice: y.json is numbered anew, x.json keeps it"
+
+
+def test_only_broken_files(tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_bytes(JPEG)
+    with pytest.raises(TraceError, match=r"none of 2 files is a usable trace, first: .*a\.json: not a JSON trace"):
+        load(tmp_path)
+
+
+def test_run_folder_round_trip(tmp_path: Path) -> None:
+    run = RunFolder.new(tmp_path / "dpro_runs")
+    assert not run.path.exists()  # made on first write
+    for rank in (1, 0):
+        info = {"rank": rank, "world_size": 2}
+        trace = kineto.read(syn.write(tmp_path / f"r{rank}.json", syn.ddp_cpu_step(rank), distributedInfo=info))
+        run.save_trace(rank, trace)
+    run.save_meta({"version": 1})
+    assert run.load_meta() == {"version": 1}
+    run.plan_file.write_text("{}")
+    traces = load(run.path)
+    assert [t.meta.rank for t in traces] == [0, 1]
+    original = kineto.read(tmp_path / "r1.json")
+    for key, column in original.columns.items():
+        assert (traces[1].columns[key] == column).all(), key
+    assert traces[1].collectives == original.collectives
+    assert RunFolder.new(tmp_path / "dpro_runs").path != run.path
+
+
+def test_run_folder_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.save_trace(0, b"x" * 600)
+    monkeypatch.setattr(store, "SIZE_CAP_BYTES", 1000)
+    with pytest.raises(TraceError, match="would grow past"):
+        run.save_trace(1, b"x" * 600)
+    assert not run.trace_file(1).exists()
+    assert run.size_bytes() == 600
+
+
+def test_broken_meta(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.load_meta() == {}
+    run.meta_file.write_text(json.dumps([1]))
+    with pytest.raises(TraceError, match="not a JSON object"):
+        run.load_meta()
