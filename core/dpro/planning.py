@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -79,7 +80,8 @@ def make_plans(
         return planned
     steps = assemble_steps(traces)
     contention = [trace.meta.contention for trace in traces]
-    graph.info["sync"] = fit_buckets(steps, contention=contention, steps=min(trace.steps for trace in traces))
+    with contextlib.suppress(ValueError):  # nothing to fit to: the search says so
+        graph.info["sync"] = fit_buckets(steps, contention=contention, steps=min(t.steps for t in traces))
     found = optimize(graph, knobs=knobs, fingerprint=fingerprint, time_budget_s=settings.search_s, top=settings.trials)
     planned.evaluations, planned.search_s = found.evaluations, found.seconds
     # The replay's own clock may run a little fast or slow; what it says of two plans is their ratio.

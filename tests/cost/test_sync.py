@@ -93,7 +93,8 @@ def test_of_lines_as_good_the_one_with_more_latency() -> None:
 
 def test_buckets_of_a_graph() -> None:
     truth = SyncModel(latency_ns=100_000, ns_per_byte=2.0)
-    graph = ddp_graph([4_000_000, 1_000_000, 9_000_000], 0, [10] * 3, groups=((0,), (1,), (2,)), sync=truth)
+    # far enough apart that the channel falls idle between them
+    graph = ddp_graph([4_000_000, 1_000_000, 9_000_000], 0, [10**8] * 3, groups=((0,), (1,), (2,)), sync=truth)
     model = fit_buckets([graph, graph])
     assert (model.latency_ns, model.ns_per_byte) == (pytest.approx(100_000), pytest.approx(2))
     assert (model.observations, model.distinct_sizes, model.steal_ns_per_byte) == (6, 3, 0.0)
@@ -105,6 +106,17 @@ def test_buckets_of_a_graph() -> None:
     model = fit_buckets([graph], contention=contention, steps=5, probes=[(8, 100_016)])
     assert model.steal_ns_per_byte == pytest.approx(35e6 / 70e6)
     assert (model.distinct_sizes, model.trust) == (4, "good")
+
+
+def test_buckets_back_to_back_count_together() -> None:
+    """Two in flight share the channel unevenly: only their sum is a measurement."""
+    truth = SyncModel(latency_ns=0, ns_per_byte=3.0)
+    graph = ddp_graph([2_000_000] * 4, 0, [10, 10, 10**9, 10], groups=((0,), (1,), (2,), (3,)), sync=truth)
+    for bucket, ns in zip(graph.buckets, (9_000_000, 3_000_000, 1_000_000, 11_000_000), strict=True):
+        graph.set(bucket.ops[0], "duration", ns)  # each pair together: 4 MB in 12 ms
+    model = fit_buckets([graph])
+    assert model.time_ns(2_000_000) == 6_000_000
+    assert (model.observations, model.spread) == (2, 0.0)
 
 
 def test_steal_of_nothing_known() -> None:

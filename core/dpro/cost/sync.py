@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dpro.graph.graph import Graph, OpKind
+from dpro.graph.graph import Graph
+from dpro.replay.engine import replay
 
 #: One size cannot tell latency from bandwidth: this share of its time is then taken for latency.
 ASSUMED_LATENCY_SHARE = 0.05
@@ -143,17 +144,20 @@ def fit_buckets(
     it comes :attr:`SyncModel.steal_ns_per_byte` (:func:`steal`). ``probes``: further (bytes, ns) measured on
     purpose; a few tiny ones pin the latency, which buckets of many MiB leave open.
 
+    Where several buckets are in flight, who of them got how much of the channel is noise (two gloo threads
+    share one link), but the time they took together is not: buckets that ran back to back are taken
+    together, n of them with s bytes in t ns being ``t = n·a + s·b``, a point (s/n, t/n) of the line.
+
     Raises:
         ValueError: no bucket with a positive size and duration.
     """
-    sizes: list[int] = []
-    times: list[int] = []
+    sizes: list[float] = []
+    times: list[float] = []
     step_bytes = 0
     for graph in graphs:
-        kind, duration = graph.column("kind"), graph.column("duration")
-        for bucket in graph.buckets:
-            sizes.append(bucket.nbytes)
-            times.append(sum(int(duration[op]) for op in bucket.ops if kind[op] == OpKind.COLLECTIVE))
+        for nbytes, ns in _busy_periods(graph):
+            sizes.append(sum(nbytes) / len(nbytes))
+            times.append(ns / len(nbytes))
         step_bytes = sum(bucket.nbytes for bucket in graph.buckets)
     return fit(
         sizes,
@@ -162,6 +166,26 @@ def fit_buckets(
         probe_duration_ns=[ns for _, ns in probes],
         steal_ns_per_byte=steal(contention, steps * step_bytes),
     )
+
+
+def _busy_periods(graph: Graph) -> list[tuple[list[int], int]]:
+    """(bytes of each bucket, ns) of every stretch in which the channel was never idle."""
+    played, arrays = replay(graph), graph.arrays()
+    row = {op: i for i, op in enumerate(arrays.ids.tolist())}
+    spans = []
+    for bucket in graph.buckets:
+        rows = [row[op] for op in bucket.ops]
+        spans.append((int(played.start[rows].min()), int(played.end[rows].max()), bucket.nbytes))
+    periods: list[tuple[list[int], int]] = []
+    idle_since = -1
+    for start, end, nbytes in sorted(spans):
+        if periods and start <= idle_since:
+            sizes, ns = periods[-1]
+            periods[-1] = ([*sizes, nbytes], ns + max(0, end - idle_since))
+        else:
+            periods.append(([nbytes], end - start))
+        idle_since = max(idle_since, end)
+    return periods
 
 
 def steal(contention: Sequence[Mapping[str, float]], nbytes: int) -> float:
