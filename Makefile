@@ -1,52 +1,53 @@
-# make demo | test | check | bench | clean: each makes .venv first, once.
-# torch is pinned: unpinned, pip takes a CUDA build of several GB.
+# make demo | test | check | bench | clean. Each makes .venv first, once, with what it needs.
+# torch is pinned: left open, pip takes a CUDA build of several GB.
 PYTHON := $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH  ?= torch==2.13.0
-EXTRA  ?= lightning pytorch-lightning
-NATIVE := $(wildcard core/native/*)
+# --no-compile: what is never imported need not be compiled; that is most of torch.
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq install --no-compile
+BUILT  := setup.py pyproject.toml dpro_autoload.pth $(wildcard core/native/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check bench clean
+.PHONY: help demo test check bench clean testbed
 
 help:
 	@echo "make demo   a real 2-process job on CPU, tuned by dpro (about 5 minutes)"
-	@echo "make test   all tests"
+	@echo "make test   all tests; ARGS=... goes to pytest"
 	@echo "make check  ruff, mypy, the floors of the design"
 	@echo "make bench  replay speed, overhead, sweep of bucket sizes"
-	@echo "make clean  what was built, .venv included"
+	@echo "make clean  removes what was built, .venv included"
 
-venv: $(STAMP)
-
-$(STAMP): setup.py pyproject.toml dpro_autoload.pth $(NATIVE)
+$(VENV)/.run: $(BUILT)
 	@test -x $(BIN)/python || { echo "[venv] $(PYTHON) -m venv $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "[venv] $(TORCH) $(EXTRA)"
-	@$(PIP) install $(TORCH) $(EXTRA)
-	@echo "[venv] dpro, with its native engine"
-	@$(PIP) install -e '.[dev]'
+	@echo "[venv] $(TORCH), lightning, dpro with its native engine"
+	@$(PIP) $(TORCH) lightning -e .
 	@touch $@
 
-demo: $(STAMP)
+$(VENV)/.dev: $(VENV)/.run
+	@echo "[venv] pytorch-lightning, pytest, ruff, mypy"
+	@$(PIP) $(TORCH) pytorch-lightning -e '.[dev]'
+	@touch $@
+
+testbed: $(VENV)/.run
 	@$(BIN)/python -m benchmarks.testbed check --install --brief
+
+demo: $(VENV)/.run testbed
 	@$(BIN)/python -m benchmarks.demo
 
-test: $(STAMP)
-	@$(BIN)/python -m benchmarks.testbed check --install --brief
+test: $(VENV)/.dev testbed
 	@$(BIN)/python -m pytest $(ARGS)
 
-check: $(STAMP)
+check: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_floors.py
 
-bench: $(STAMP)
+bench: $(VENV)/.run testbed
 	@$(BIN)/python -m benchmarks.replay_speed --ops 100000 --json
 	@$(BIN)/python -m benchmarks.overhead --json
 	@$(BIN)/python -m benchmarks.testbed run --pin -- $(BIN)/python -m benchmarks.sweep
 
 clean:
-	@rm -rf $(VENV) build dist *.egg-info core/dpro/*.so
+	@rm -rf $(VENV) build dist *.egg-info core/*.egg-info core/dpro/*.so
