@@ -98,13 +98,16 @@ def outcome_rows(outcome: Outcome) -> list[ArmRow]:
     for arm in outcome.arms:
         timed = timing(arm.times_ms())
         measured = timed.median_ms if timed.steps else None
+        ratio = base_ms / measured if measured else None
+        if outcome.comparison is not None and arm.plan is not None and arm.plan == outcome.plan:
+            ratio = 1 / outcome.comparison.ratio  # against the baseline of its own time
         rows.append(
             ArmRow(
                 name=arm.name,
                 predicted_ms=outcome.replayed_ms if arm.plan is None else arm.predicted_ms,
                 measured_ms=measured,
                 spread_ms=timed.error_ms if timed.steps else None,
-                ratio=base_ms / measured if measured else None,
+                ratio=ratio,
                 mark="in force" if arm.plan == in_force else "",
             )
         )
