@@ -215,7 +215,6 @@ def whatif(
     json: Json = False,
 ) -> None:
     """Predict a step with another network, faster ops or more workers."""
-    from dpro.graph.assemble import assemble
     from dpro.replay import whatif as ask
     from dpro.replay.engine import replay as run
     from dpro.report.summary import step_ms
@@ -233,9 +232,7 @@ def whatif(
         if workers is not None:
             assumptions.append(ask.set_workers(graph, workers).assumption)
         if bandwidth is not None:
-            # Sizes of buckets may be known to the graph of one step only.
-            model = ask.fit_network(graph) or ask.fit_network(assemble(traces))
-            assumptions.append(ask.scale_bandwidth(graph, bandwidth, model).assumption)
+            assumptions.append(ask.scale_bandwidth(graph, bandwidth, **_network(graph, traces)).assumption)
     except ask.WhatIfError as error:
         raise TraceError(path, str(error)) from error
     predicted_ms = step_ms(graph, run(graph).makespan_ns)
@@ -382,6 +379,22 @@ def _fingerprint(traces: list[RankTrace]) -> dict[str, str]:
     return {str(key): str(value) for key, value in told.items()} if isinstance(told, dict) else {}
 
 
+def _network(graph: Graph, traces: list[RankTrace]) -> dict[str, float]:
+    """What one byte more costs, and the latency if the fit can tell it; empty if no size is known."""
+    from dpro.cost.sync import fit
+    from dpro.graph.assemble import assemble
+    from dpro.replay.whatif import transfers
+
+    known = transfers(graph)
+    if not len(known[0]):  # sizes of buckets are known to the graph of one step only
+        known = transfers(assemble(traces))
+    try:
+        model = fit(*known)
+    except ValueError:
+        return {}
+    return {"ns_per_byte": model.ns_per_byte, "latency_ns": model.latency_ns if model.trust == "good" else 0.0}
+
+
 def _pattern_and_factor(text: str) -> tuple[str, float]:
     pattern, separator, factor = text.rpartition("=")
     try:
@@ -411,9 +424,7 @@ def _finite(value: Any, where: str, lost: list[str]) -> Any:
         return {key: _finite(item, f"{where}.{key}".lstrip("."), lost) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(item, where, lost) for item in value]
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return round(value, 6)  # ms to the ns
+    if isinstance(value, float) and not math.isfinite(value):
         lost.append(where)
         return None
     return value

@@ -64,20 +64,36 @@ def three_sizes() -> Graph:
     return graph
 
 
-def test_bandwidth_keeps_the_latency_it_can_tell_apart() -> None:
+def test_bandwidth_leaves_the_latency() -> None:
     graph = three_sizes()
     assert makespan_ms(graph) == 3 + 8 * 7
-    whatif.scale_bandwidth(graph, "2x")
+    whatif.scale_bandwidth(graph, "2x", latency_ns=MS)
+    assert makespan_ms(graph) == 3 + 4 * 7
+    graph = three_sizes()
+    whatif.scale_bandwidth(graph, "2x", latency_ns=20 * MS)  # more than the two small ones take: they stay
+    assert makespan_ms(graph) == 9 + 17 + 20 + 13 / 2
+
+
+def test_absolute_bandwidth_is_relative_to_the_measured_one() -> None:
+    graph = three_sizes()  # 8 ns per byte = 1 Gbit/s of payload; 2 (n-1)/n = 1 for two ranks
+    whatif.scale_bandwidth(graph, "10 Gbit/s", ns_per_byte=8, latency_ns=MS)
+    assert makespan_ms(graph) == pytest.approx(3 + 5.6)
+    graph = three_sizes()
+    change = whatif.scale_bandwidth(graph, "500mbit", ns_per_byte=8, latency_ns=MS)
+    assert makespan_ms(graph) == 3 + 16 * 7
+    assert "0.5× the bandwidth measured (about 1 Gbit/s); 1000 µs of latency stay" in change.assumption
+    graph = three_sizes()
+    graph.info["world_size"] = 4  # on the wire 2·3/4 of the payload: the link does 1.5 Gbit/s
+    whatif.scale_bandwidth(graph, "3gbit", ns_per_byte=8, latency_ns=MS)
     assert makespan_ms(graph) == 3 + 4 * 7
 
 
-def test_absolute_bandwidth_is_relative_to_the_fitted_one() -> None:
-    graph = three_sizes()  # 8 ms per MB = 1 Gbit/s of payload; 2 (n-1)/n = 1 for two ranks
-    whatif.scale_bandwidth(graph, "10 Gbit/s")
-    assert makespan_ms(graph) == pytest.approx(3 + 5.6, abs=1e-3)
+def test_transfers_are_those_of_known_size() -> None:
     graph = three_sizes()
-    whatif.scale_bandwidth(graph, "500mbit")
-    assert makespan_ms(graph) == pytest.approx(3 + 16 * 7, abs=1e-3)
+    graph.add_op("barrier", OpKind.COLLECTIVE, duration=5)
+    nbytes, duration_ns = whatif.transfers(graph)
+    assert nbytes.tolist() == [1_000_000, 2_000_000, 4_000_000]
+    assert duration_ns.tolist() == [9 * MS, 17 * MS, 33 * MS]
 
 
 def test_size_of_a_collective_may_be_known_by_its_bucket_only() -> None:
@@ -85,10 +101,9 @@ def test_size_of_a_collective_may_be_known_by_its_bucket_only() -> None:
     graph.ranks = 2
     op = graph.add_op("all_reduce", OpKind.COLLECTIVE, duration=8 * MS)
     graph.info["collectives"] = [{"ops": (op,), "nbytes": 1_000_000, "duration_ns": 8 * MS}]
-    model = whatif.fit_network(graph)
-    assert model is not None and model.time_ns(1_000_000) == 8 * MS
+    assert [column.tolist() for column in whatif.transfers(graph)] == [[1_000_000], [8 * MS]]
     graph.info["collectives"][0]["nbytes"] = -1
-    assert whatif.fit_network(graph) is None
+    assert len(whatif.transfers(graph)[0]) == 0
 
 
 @pytest.mark.parametrize("text", ["fast", "", "-2x", "0", "0x", "inf", "nan", "2 parsecs", "10GB", "1e999", "2x; rm"])

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dpro.cost.sync import SyncModel, fit
 from dpro.errors import DproError
 from dpro.graph.graph import Graph, OpKind
 
@@ -66,47 +65,40 @@ def scale_ops(graph: Graph, pattern: str, factor: float) -> Change:
     return Change(len(ops), f"{len(ops)} ops matching {pattern!r} take {factor:g}× their time")
 
 
-def fit_network(graph: Graph) -> SyncModel | None:
-    """t(bytes) of the graph's own collectives; None if none has a known size.
+def transfers(graph: Graph) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(bytes, ns) of the collectives whose size is known: what a cost model can be fitted to.
 
     A bucket's size is known where its collective's is not: ``graph.info["collectives"]`` has it.
     """
     size_of = {op: int(facts["nbytes"]) for facts in graph.info.get("collectives", ()) for op in facts["ops"]}
     ops = _living(graph, graph.column("kind") == OpKind.COLLECTIVE)
     own = graph.column("nbytes")[ops]
-    sizes = np.where(own > 0, own, [size_of.get(op, -1) for op in ops.tolist()])
-    try:
-        return fit(sizes, graph.column("duration")[ops])
-    except ValueError:
-        return None
+    nbytes = np.where(own > 0, own, np.asarray([size_of.get(op, -1) for op in ops.tolist()], np.int64))
+    return nbytes[nbytes > 0], graph.column("duration")[ops][nbytes > 0]
 
 
-def scale_bandwidth(graph: Graph, bandwidth: str, model: SyncModel | None = None) -> Change:
+def scale_bandwidth(graph: Graph, bandwidth: str, *, ns_per_byte: float = 0.0, latency_ns: float = 0.0) -> Change:
     """Run every collective and message at another bandwidth.
 
     ``bandwidth`` is a factor ("2x", "0.5") or absolute ("10gbit", "800mbit"), which is taken
-    relative to the bandwidth of ``model`` (default: :func:`fit_network` of the graph). Where that
-    fit can be trusted, the latency it found stays in each transfer and only the rest is scaled.
+    relative to ``ns_per_byte``, the time one more byte of an all-reduce took (0: unknown).
+    ``latency_ns`` of each transfer, and never more than all of it, stays as it is.
 
     Raises:
-        WhatIfError: not such a text, nothing on the network, or absolute without a fit.
+        WhatIfError: not such a text, nothing on the network, or absolute and ``ns_per_byte`` unknown.
     """
     ops = _living(graph, np.isin(graph.column("kind"), _NETWORK))
     if not len(ops):
         raise WhatIfError("no collective or message in this trace: there is no bandwidth to change")
-    model = model or fit_network(graph)
-    measured_gbit = None
-    if model is not None and model.ns_per_byte > 0:
-        # What the link carries is more than the payload: each rank of a ring sends it 2 (n-1)/n times.
-        measured_gbit = 8 / model.ns_per_byte * _RING["allreduce"](max(_workers(graph), 2))
+    # What the link carries is more than the payload: each rank of a ring sends it 2 (n-1)/n times.
+    measured_gbit = 8 / ns_per_byte * _RING["allreduce"](max(_workers(graph), 2)) if ns_per_byte > 0 else None
     factor = parse_bandwidth(bandwidth, measured_gbit)
-    latency_ns = model.latency_ns if model is not None and model.trust == "good" else 0.0
     before = graph.column("duration")[ops]
     fixed = np.minimum(before, latency_ns)
     _set_durations(graph, ops, fixed + (before - fixed) / factor)
     said = f"{len(ops)} transfers at {factor:.4g}× the bandwidth measured"
     if measured_gbit:
-        said += f" (about {measured_gbit:.3g} Gbit/s, {model.trust if model else ''} fit)"
+        said += f" (about {measured_gbit:.3g} Gbit/s)"
     return Change(len(ops), said + (f"; {latency_ns / 1e3:.0f} µs of latency stay in each" if latency_ns else ""))
 
 
