@@ -215,6 +215,7 @@ def whatif(
     json: Json = False,
 ) -> None:
     """Predict a step with another network, faster ops or more workers."""
+    from dpro.graph.assemble import assemble
     from dpro.replay import whatif as ask
     from dpro.replay.engine import replay as run
     from dpro.report.summary import step_ms
@@ -232,7 +233,9 @@ def whatif(
         if workers is not None:
             assumptions.append(ask.set_workers(graph, workers).assumption)
         if bandwidth is not None:
-            assumptions.append(ask.scale_bandwidth(graph, bandwidth, **_network(graph, traces)).assumption)
+            assumptions.append(
+                ask.scale_bandwidth(graph, bandwidth, **_network(graph, lambda: assemble(traces))).assumption
+            )
     except ask.WhatIfError as error:
         raise TraceError(path, str(error)) from error
     predicted_ms = step_ms(graph, run(graph).makespan_ns)
@@ -379,20 +382,22 @@ def _fingerprint(traces: list[RankTrace]) -> dict[str, str]:
     return {str(key): str(value) for key, value in told.items()} if isinstance(told, dict) else {}
 
 
-def _network(graph: Graph, traces: list[RankTrace]) -> dict[str, float]:
+def _network(graph: Graph, one_step: Callable[[], Graph]) -> dict[str, float]:
     """What one byte more costs, and the latency if the fit can tell it; empty if no size is known."""
     from dpro.cost.sync import fit
-    from dpro.graph.assemble import assemble
     from dpro.replay.whatif import transfers
 
     known = transfers(graph)
     if not len(known[0]):  # sizes of buckets are known to the graph of one step only
-        known = transfers(assemble(traces))
+        known = transfers(one_step())
     try:
         model = fit(*known)
     except ValueError:
         return {}
-    return {"ns_per_byte": model.ns_per_byte, "latency_ns": model.latency_ns if model.trust == "good" else 0.0}
+    if model.trust == "good" and model.ns_per_byte > 0:
+        return {"ns_per_byte": model.ns_per_byte, "latency_ns": model.latency_ns}
+    # Too few sizes, or too noisy, to tell latency from bandwidth: all of the time is taken for bandwidth.
+    return {"ns_per_byte": float(known[1].sum() / known[0].sum())}
 
 
 def _pattern_and_factor(text: str) -> tuple[str, float]:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dpro import cli
+from dpro.graph.graph import Graph, OpKind
 from dpro.plan import Plan
 from tests.cli.kineto_files import USELESS, step_of_100_us
 from tests.report import perfetto_check
@@ -146,6 +147,22 @@ def test_optimize_writes_the_plan_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_
     done = main("optimize", str(trace), "-o", str(tmp_path / "no" / "such" / "plan.json"))
     assert done[0] == 2 and "No such file" in one_line(done[2])
     assert "21.10" in run("optimize", trace)[0] and "15.10" in run("optimize", trace)[0]
+
+
+@pytest.mark.parametrize(
+    ("transfers", "expected"),
+    [
+        ([(1, 9), (2, 17), (4, 33)], {"ns_per_byte": 8.0, "latency_ns": 1e6}),  # 1 ms + 8 ms per MB
+        ([(1, 12), (7, 4)], {"ns_per_byte": 2.0}),  # noise: 16 ms for 8 MB is all there is to say
+        ([(4, 8)], {"ns_per_byte": 2.0}),
+        ([], {}),
+    ],
+)
+def test_bandwidth_is_fitted_to_the_transfers(transfers: list[tuple[int, int]], expected: dict[str, float]) -> None:
+    graph = Graph()
+    for mb, ms in transfers:
+        graph.add_op("all_reduce", OpKind.COLLECTIVE, duration=ms * 1_000_000, nbytes=mb * 1_000_000)
+    assert cli._network(graph, lambda: graph) == pytest.approx(expected)
 
 
 def test_tables_are_for_people_and_warnings_for_stderr(trace: Path) -> None:
