@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -219,7 +220,7 @@ def test_self_time_is_never_negative_when_events_overlap_by_rounding(tmp_path: P
     local = build_local(trace, *trace.step_bounds[0].tolist())
     chain = local.chains[local.main]
     assert all(op.duration >= 0 for op in chain)
-    assert all(a.end <= b.start for a, b in zip(chain, chain[1:], strict=False))
+    assert all(a.end <= b.start for a, b in pairwise(chain))
     assert sum(op.duration for op in chain) == 80 * US
 
 

@@ -1,9 +1,10 @@
 """A first, honest clock alignment: ranks leave a collective together.
 
-Takes the ends of collectives only, never their starts (starts differ by arrival wait, up to tens of
-milliseconds; ends by microseconds). Constant offsets, no drift, no confidence interval: the median
-over the collectives that every rank has. Exact when ends are simultaneous; else as good as the
-spread it returns.
+Takes the ends of collectives, never their starts, as simultaneous (starts differ by arrival wait, up
+to tens of milliseconds; ends by microseconds). Constant offsets, no drift, no confidence interval:
+the median over the collectives that two ranks share, kept within what cause and effect allow (nobody
+leaves a collective before everybody arrived). Ranks of one host have one clock, and its readings are
+better than any estimate.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from dpro.trace.model import EventKind, RankTrace
 
@@ -29,25 +31,37 @@ class EndsAlignment:
 def align_on_ends(traces: list[RankTrace]) -> EndsAlignment:
     """Offsets that bring the ends of collectives together, relative to the first trace."""
     offsets, spreads, used = [0], [0], [0]
-    reference = _ends(traces[0])
+    reference = _spans(traces[0])
     for trace in traces[1:]:
-        mine = _ends(trace)
+        mine = _spans(trace)
         common = [key for key in reference if key in mine]
         used.append(len(common))
         if not common:
             offsets.append(0)
             spreads.append(0)
             continue
-        difference = np.asarray([reference[key] - mine[key] for key in common], dtype=np.int64)
-        offset = int(np.median(difference))
+        theirs = np.asarray([reference[key] for key in common], dtype=np.int64)
+        ours = np.asarray([mine[key] for key in common], dtype=np.int64)
+        same_host = bool(trace.meta.host) and trace.meta.host == traces[0].meta.host
+        offset = _offset(theirs, ours, same_host)
         offsets.append(offset)
-        spreads.append(int(np.median(np.abs(difference - offset))))
+        spreads.append(int(np.median(np.abs(theirs[:, 1] - ours[:, 1] - offset))))
     used[0] = max(used)
     return EndsAlignment(offsets, spreads, used)
 
 
-def _ends(trace: RankTrace) -> dict[tuple[str, str, int, int], int]:
-    """End of each collective by (group, name, step, place in the step)."""
+def _offset(theirs: npt.NDArray[np.int64], ours: npt.NDArray[np.int64], same_host: bool) -> int:
+    """What to add to ``ours``; both are starts and ends of the same collectives, int64 [n, 2]."""
+    low = int((theirs[:, 0] - ours[:, 1]).max())
+    high = int((theirs[:, 1] - ours[:, 0]).min())
+    if same_host and low <= 0 <= high:  # else a name shared by hosts, or a shifted clock
+        return 0
+    offset = int(np.median(theirs[:, 1] - ours[:, 1]))
+    return min(max(offset, low), high) if low <= high else offset
+
+
+def _spans(trace: RankTrace) -> dict[tuple[str, str, int, int], tuple[int, int]]:
+    """Start and end of each collective by (group, name, step, place in the step)."""
     seen: dict[tuple[str, str, int], int] = {}
     out = {}
     for row in np.flatnonzero(trace.kind == EventKind.COLLECTIVE).tolist():
@@ -55,5 +69,5 @@ def _ends(trace: RankTrace) -> dict[tuple[str, str, int, int], int]:
         group, name, step = facts.group, facts.name, int(trace.step[row])
         place = seen.get((group, name, step), 0)
         seen[group, name, step] = place + 1
-        out[group, name, step, place] = int(trace.end[row])
+        out[group, name, step, place] = (int(trace.start[row]), int(trace.end[row]))
     return out

@@ -107,12 +107,12 @@ def assemble(traces: list[RankTrace], step: int | None = None, average: bool = F
             raise TraceError(traces[0].meta.source or "traces", f"no step {step}")
         graph = _Assembly(traces, [step], _names(traces)).graph
     else:
-        names = _names(traces)
-        graphs = [_Assembly(traces, [s], names).graph for s in steps]
-        graphs.sort(key=lambda g: g.info["measured_ns"])
-        graph = graphs[(len(graphs) - 1) // 2]
+        names, offsets = _names(traces), align_on_ends(traces).offsets_ns
+        by_length = sorted(steps, key=lambda s: _span_ns(traces, [s], offsets))
+        median = by_length[(len(by_length) - 1) // 2]
+        graph = _Assembly(traces, [median], names).graph
         if average:
-            _average(graph, graphs)
+            _average(graph, [_Assembly(traces, [s], names).graph for s in steps])
         graph.info["measured_ns"] = measure(traces).mean_ns
     graph.warnings[:0] = notes
     return graph

@@ -7,7 +7,7 @@ search tries thousands of edits on one graph without copying it. networkx is for
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -239,9 +239,7 @@ class Graph:
                 self._op_count -= 1
             elif what == "edge":
                 self._edge_count -= 1
-            elif what == "set":
-                self._ops[entry[2]][entry[1]] = entry[3]
-            elif what == "column":
+            elif what in ("set", "column"):
                 self._ops[entry[2]][entry[1]] = entry[3]
             elif what == "kill":
                 self._ops["alive"][entry[1]] = True
@@ -265,7 +263,8 @@ class Graph:
             order = np.argsort(src, kind="stable")
             indptr = np.zeros(len(ids) + 1, dtype=np.int64)
             np.cumsum(np.bincount(src, minlength=len(ids)), out=indptr[1:])
-            take = {key: np.ascontiguousarray(self._ops[key][ids]) for key in ("resource", "duration", "gap", "priority")}
+            keys = ("resource", "duration", "gap", "priority")
+            take = {key: np.ascontiguousarray(self._ops[key][ids]) for key in keys}
             self._arrays = Arrays(
                 ids=ids,
                 indptr=indptr,
