@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -45,16 +45,19 @@ def _attach(module: ModuleType) -> None:
     """Tune the first DDP wrapper that the job makes, at the steps of the optimizer that trains it."""
     wrapper: Any = module.DistributedDataParallel
     construct = wrapper.__init__
-    watched: list[Any] = []
+    watch: _Watch | None = None
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal watch
         construct(self, *args, **kwargs)
-        if watched and watched[0].made is self:
-            return  # our own re-wrapping
-        if watched:
-            watched[0].second_model()
-        else:
-            watched.append(_Watch(self))
+        if watch is None:
+            watch = _Watch(self, restore)
+        elif watch.made is not self:  # it is, when we re-wrap
+            watch.second_model()
+
+    def restore() -> None:
+        if wrapper.__init__ is __init__:
+            wrapper.__init__ = construct
 
     __init__.__wrapped__ = construct  # type: ignore[attr-defined]  # inspect.signature sees the real one
     wrapper.__init__ = __init__
@@ -63,10 +66,11 @@ def _attach(module: ModuleType) -> None:
 class _Watch:
     """From the wrapper to the end of its tuning."""
 
-    def __init__(self, ddp: Any) -> None:
+    def __init__(self, ddp: Any, restore: Callable[[], None]) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self.made = ddp
+        self._restore = restore
         self._tuner: Any = None
         self._optimizer: Any = None
         self._over = False
@@ -101,7 +105,7 @@ class _Watch:
         own = {id(p) for p in self.made.module.parameters()}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             return False
-        if self.made in torch_ddp._tuned:  # the job has a callback or a call of its own
+        if torch_ddp.is_tuned(self.made):  # the job has a callback or a call of its own
             self._stop()
             return False
         self._optimizer = optimizer
@@ -112,8 +116,13 @@ class _Watch:
         return True
 
     def _stop(self) -> None:
+        """Take back every patch, let go of the job's objects."""
+        from dpro_integrations.torch_ddp import before_next_forward
+
         self._over = True
-        self._handle.remove()
+        self._restore()
+        before_next_forward(self.made, self._handle.remove)  # we may be in that hook just now
+        self.made = self._tuner = self._optimizer = None
 
     @staticmethod
     def _say(reason: str) -> None:

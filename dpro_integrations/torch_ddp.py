@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dpro.adapter import Exchange, Knob
-from dpro.errors import PlanError
+from dpro.errors import DproError, PlanError
 from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
@@ -29,9 +29,23 @@ from dpro_integrations.torch_exchange import StoreExchange
 from dpro_integrations.torch_rewrap import HAS_CAP_LIST, arguments, reducer_parameters, rewrap, why_fixed
 
 _OPTIONS = ("gradient_as_bucket_view", "batched_grad_copy")
-#: Wrappers that have a tuner, so that callback and environment never both tune one job.
-_tuned: weakref.WeakKeyDictionary[DistributedDataParallel, Tuner] = weakref.WeakKeyDictionary()
+#: Wrappers that have or had a tuner, so that callback and environment never both tune one job.
+#: Weak on both sides: a model that the job drops must not live on because it was tuned once.
+_tuned: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.ref[Tuner]] = weakref.WeakKeyDictionary()
 _count = 0
+
+
+def is_tuned(ddp: DistributedDataParallel) -> bool:
+    """Whether ``ddp`` has or had a tuner."""
+    return ddp in _tuned
+
+
+@atexit.register
+def _close_all() -> None:
+    """A job that ends in mid-tuning says so, and lets go of the other ranks."""
+    for reference in list(_tuned.values()):
+        if tuner := reference():
+            tuner.close()
 
 
 class TorchDDPAdapter:
@@ -56,8 +70,6 @@ class TorchDDPAdapter:
         return knobs | {Knob.BUCKET_LIST} if HAS_CAP_LIST else knobs
 
     def why_not(self) -> str:
-        if dist.get_world_size(self._ddp.process_group) != dist.get_world_size():
-            return "DDP spans only a part of the ranks"
         return why_fixed(self._ddp)
 
     def obstacle(self) -> str:
@@ -143,31 +155,41 @@ def make_tuner(
     plan: str | Path | Plan | None = None,
     **given: Any,
 ) -> Tuner | None:
-    """A tuner for ``ddp``, or None (with one line) where there is nothing to tune.
+    """A tuner for ``ddp``, or None where there is nothing to tune. Whoever calls it keeps it alive.
 
     Args:
         ddp: the wrapped model.
         on_done: called with the outcome on every rank.
         plan: a plan or its file: skips capture and search.
         given: fields of :class:`dpro.settings.Settings`.
+
+    Raises:
+        DproError: a bad setting or plan file, or a DDP that this can't tune.
     """
     global _count
-    say = Session(Settings(), dist.get_rank()).say
-    if disabled():
-        return None
-    if ddp in _tuned:
-        _tuned.pop(ddp).close()
     if dist.get_world_size() < 2:
-        say("one process only: there is nothing to synchronise, nothing to tune")
+        if not disabled():
+            Session(Settings(), 0).say("one process only: there is nothing to synchronise, nothing to tune")
         return None
-    settings = Settings.from_env(**given)
-    known = (
-        plan if isinstance(plan, Plan) else Plan.load(Path(plan or settings.plan)) if plan or settings.plan else None
-    )
-    _count += 1
-    tuner = Tuner(TorchDDPAdapter(ddp, tag=str(_count)), settings, plan=known, on_done=on_done)
-    _tuned[ddp] = tuner
-    atexit.register(tuner.close)
+    if ddp in _tuned and (former := _tuned[ddp]()):
+        former.close()
+    _count += 1  # also where this rank takes no part: the others' next tuner has the same tag as ours
+    adapter = TorchDDPAdapter(ddp, tag=str(_count))
+    try:
+        if disabled():
+            adapter.exchange.leave()
+            return None
+        if dist.get_world_size(ddp.process_group) != dist.get_world_size():
+            raise DproError("DDP spans only a part of the ranks")
+        settings = Settings.from_env(**given)
+        if not isinstance(plan, Plan):
+            file = plan or settings.plan
+            plan = Plan.load(Path(file)) if file else None
+        tuner = Tuner(adapter, settings, plan=plan, on_done=on_done)
+    except Exception:
+        adapter.exchange.leave()  # whoever does tune need not wait for us
+        raise
+    _tuned[ddp] = weakref.ref(tuner)
     return tuner
 
 
@@ -197,16 +219,33 @@ def autotune(
         Session(Settings(), dist.get_rank() if dist.is_initialized() else 0).say(f"stepped aside: {error}")
         return ddp, None
     if tuner is not None:
-        follow(tuner, optimizer)
+        _follow(tuner, ddp, optimizer)
     return ddp, tuner
 
 
-def follow(tuner: Tuner, optimizer: torch.optim.Optimizer) -> None:
+def _follow(tuner: Tuner, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     """Move ``tuner`` at every step of ``optimizer``, until it is done."""
+    over = False
 
     def stepped(*_: Any) -> None:
+        nonlocal over
         tuner.step()
-        if tuner.outcome is not None:
-            handle.remove()
+        if tuner.outcome is not None and not over:
+            over = True
+            before_next_forward(ddp, handle.remove)
 
     handle = optimizer.register_step_post_hook(stepped)
+
+
+def before_next_forward(ddp: DistributedDataParallel, action: Callable[[], None]) -> None:
+    """Call ``action`` once, as the next forward of ``ddp`` begins.
+
+    For hooks that take themselves away: an optimizer walks its live dictionary of hooks, in which
+    nothing may be removed meanwhile, and the job may have hooks behind ours. A module walks a copy.
+    """
+
+    def begins(*_: Any) -> None:
+        handle.remove()
+        action()
+
+    handle = ddp.register_forward_pre_hook(begins)

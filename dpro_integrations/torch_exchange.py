@@ -61,7 +61,7 @@ class StoreExchange:
         while not self._store.check([key]):
             # looked at in this order: what a rank posted before it left still counts
             if self._store.check([f"left/{rank}"]) and not self._store.check([key]):
-                raise RankLeft(f"rank {rank} ended its training")
+                raise RankLeft(f"rank {rank} left the tuning")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {rank} did not answer within {timeout_s:g} s")
             time.sleep(_POLL_S)
