@@ -11,7 +11,7 @@ import sys
 import traceback
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpro.settings import Settings
 from dpro.trace.store import RunFolder
@@ -68,7 +68,7 @@ class Session:
         folder.path.mkdir(parents=True, exist_ok=True)
         report, timeline = folder.report_file, folder.timeline_file
         report.write_text(text)
-        facts = {"verdict": outcome.verdict.value, "reason": outcome.reason, **outcome.metrics()}
+        facts: dict[str, Any] = {"verdict": outcome.verdict.value, "reason": outcome.reason, **outcome.metrics()}
         facts["arms"] = [
             {"name": arm.name, "predicted_ms": arm.predicted_ms, "times_ms": arm.times_ms()} for arm in outcome.arms
         ]

@@ -43,7 +43,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise DproError(f"mode {self.mode!r} is not one of {', '.join(MODES)}")
-        least = {"warmup_steps": 3, "baseline_steps": 3, "capture_steps": 1, "settle_steps": 2, "verify_steps": 3, "trials": 1}
+        least = {"warmup_steps": 3, "baseline_steps": 3, "capture_steps": 1, "settle_steps": 2, "verify_steps": 3}
+        least["trials"] = 1
         for key, low in least.items():
             if getattr(self, key) < low:
                 raise DproError(f"{key} is {getattr(self, key)}, must be at least {low}")

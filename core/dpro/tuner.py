@@ -27,7 +27,6 @@ from dpro.session import Session
 from dpro.settings import Settings
 from dpro.verdict import Comparison, Window, compare, timing
 
-
 #: Turns of plan and baseline before the verdict, where the machine is noisy.
 _MOST_ROUNDS = 3
 
@@ -276,6 +275,7 @@ class Tuner:
             return b""
         trace.meta.unprofiled_step_ns = [round(ms * 1e6) for ms in base_ms]
         trace.meta.extra["profiled_step_ns"] = times
+        trace.meta.extra["fingerprint"] = self._guard(self.adapter.fingerprint) or {}
         return self._guard(lambda: pack_trace(trace)) or b""
 
     def _plan(self, blobs: list[bytes]) -> dict[str, Any]:
