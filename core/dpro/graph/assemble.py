@@ -4,6 +4,11 @@ Collectives are joined across ranks by group, name and order: every rank arrives
 once, every rank goes on. The transfer is the common end minus the *latest* arrival: the waiting of
 early ranks belongs to the ranks they wait for. What the ranks do not have in common is left as
 each rank's own op and listed in ``graph.warnings``; nothing here raises for a strange trace.
+
+A gap is what the known dependencies leave of the measured time. Replaying the very steps a graph was
+read from therefore agrees with their measurement almost by construction, even if a dependency is
+missing: it checks consistency, not prediction. ``info["unexplained_ns"]``, one step against the mean
+of the others, and what happens after an edit say more.
 """
 
 from __future__ import annotations
