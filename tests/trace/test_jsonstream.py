@@ -50,6 +50,8 @@ def test_a_file_cut_anywhere_gives_its_whole_records(tmp_path: Path, cut: int, c
         assert "\n" not in str(error)
         return
     assert records == RECORDS[: len(records)]
+    if compress and records == RECORDS:
+        return  # only the checksum was cut off
     assert file.losses.truncated_at is not None
     if not compress:
         # 40 records; each that ended before the cut is there
