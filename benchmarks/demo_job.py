@@ -26,7 +26,7 @@ from dpro_integrations.lightning import DproCallback
 if TYPE_CHECKING:
     from dpro.plan import Plan
 
-BATCH = 16
+BATCH = 12
 TUNED = "dpro's plan"
 
 

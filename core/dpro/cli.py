@@ -359,10 +359,10 @@ def _load(path: Path) -> list[RankTrace]:
 
 
 def _assemble(path: Path, traces: list[RankTrace]) -> Graph:
-    """All steps in a row: what a host that runs ahead of its device in one step shows in the next."""
-    from dpro.graph.assemble import assemble_window
+    """The median step, alone: a replay of the very window it is compared with could not be wrong."""
+    from dpro.graph.assemble import assemble
 
-    graph = assemble_window(traces)
+    graph = assemble(traces)
     if not len(graph):
         raise TraceError(path, "no op in its steps: nothing to replay")
     graph.warnings = list(dict.fromkeys(graph.warnings))

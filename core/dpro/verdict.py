@@ -64,7 +64,8 @@ def compare(before: Sequence[Window], after: Sequence[Window], min_gain: float) 
     A machine that drifts must fool nobody: every window after is held against the time *before*
     interpolated to the same place in the job, so a steady drift cancels exactly where windows
     before lie on both sides. ``ratio`` is the mean over the windows after. ``noise`` is two standard
-    errors, from the spread inside the windows or between them, whichever is larger. Faster means: by
+    errors, from the spread inside the windows or between windows of equal settings, whichever is
+    larger (a machine that others use is unlike itself from one window to the next). Faster means: by
     more than ``min_gain`` and by more than the noise, and by some in every window.
     """
     old = [(w.at, timing(w.times_ms)) for w in sorted(before, key=lambda w: w.at) if len(w.times_ms)]
@@ -76,9 +77,15 @@ def compare(before: Sequence[Window], after: Sequence[Window], min_gain: float) 
     ratios = np.asarray([t.median_ms for _, t in new]) / expected
     ratio = float(np.mean(ratios))
     inside = float(np.hypot(_relative_error([t for _, t in old]), _relative_error([t for _, t in new])))
-    between = float(np.std(ratios, ddof=1) / np.sqrt(len(ratios)) / ratio) if len(ratios) > 1 else 0.0
+    between = float(np.hypot(_between(ratios), _between([t.median_ms for _, t in old])))
     noise = 2 * ratio * max(inside, between)
     return Comparison(ratio, noise, bool(ratio < 1 - max(min_gain, noise) and np.all(ratios < 1)))
+
+
+def _between(medians: npt.ArrayLike) -> float:
+    """Standard error of the mean of windows, as a share of it, from how far they lie apart."""
+    sample = np.asarray(medians, dtype=np.float64)
+    return float(np.std(sample, ddof=1) / np.sqrt(len(sample)) / np.mean(sample)) if len(sample) > 1 else 0.0
 
 
 def _relative_error(timings: Sequence[Timing]) -> float:

@@ -119,6 +119,7 @@ def assemble(traces: list[RankTrace], step: int | None = None, average: bool = F
         if average:
             _average(graph, [_Assembly(traces, [s], names).graph for s in steps])
         graph.info["measured_ns"] = measure(traces).mean_ns
+    graph.info["captured_steps"] = len(steps)
     graph.warnings[:0] = notes
     return graph
 
@@ -408,6 +409,7 @@ class _Assembly:
             ]
         )
         for i, bucket in enumerate(graph.buckets):
+            graph.set(bucket.ops[0], "nbytes", bucket.nbytes)
             facts = next((c for c in self.collectives if c["bucket"] == i), None)
             if facts is not None and facts["nbytes"] < 0:
                 facts["nbytes"] = bucket.nbytes

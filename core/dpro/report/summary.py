@@ -96,7 +96,7 @@ def summarise(graph: Graph, title: str, warnings: Sequence[str] = ()) -> Summary
     return Summary(
         title=title,
         ranks=graph.ranks,
-        steps=steps,
+        steps=graph.info.get("captured_steps", steps),
         ops=round(len(graph) / steps),
         measured_ms=measured_ms,
         replayed_ms=step_ms(graph, played.makespan_ns),
