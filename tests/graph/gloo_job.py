@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 LAYERS, WIDTH, STEPS = 6, 256, 3
 
 if __name__ == "__main__":
-    folder, view = sys.argv[1], sys.argv[2] == "view"
+    folder, view, closure = sys.argv[1], sys.argv[2] == "view", sys.argv[2] == "closure"
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
@@ -18,10 +18,16 @@ if __name__ == "__main__":
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, bucket_cap_mb=0.5)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
 
-    def step() -> None:
+    def passes() -> None:
         optimizer.zero_grad()
         ddp(torch.ones(64, WIDTH)).sum().backward()
-        optimizer.step()
+
+    def step() -> None:
+        if closure:  # as Lightning does
+            optimizer.step(passes)
+        else:
+            passes()
+            optimizer.step()
 
     for _ in range(3):
         step()

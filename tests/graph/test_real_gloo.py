@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 JOB = Path(__file__).with_name("gloo_job.py")
 
 
-@pytest.mark.parametrize("kind", ["copy", "view"])
+@pytest.mark.parametrize("kind", ["copy", "view", "closure"])
 def test_buckets_waits_and_step_time_of_a_real_job(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -40,6 +40,9 @@ def test_buckets_waits_and_step_time_of_a_real_job(tmp_path: Path, kind: str) ->
         for rank in range(2):
             assert any((graph.out_op[rank, t], op) in edges for t in bucket.tensors)
             assert any((op, graph.in_op[rank, t]) in edges for t in bucket.tensors)
+    kinds = {graph.name_of(op): OpKind(kind) for op, kind in enumerate(graph.column("kind").tolist())}
+    if kind != "view":  # the gradients' way back is no part of the optimizer, wherever the step began
+        assert kinds["torch.distributed.ddp.reducer::copy_bucket_to_grad"] == OpKind.IN
     # one may be through with the one before it, but the bytes of all take time
     assert sum(int(graph.column("duration")[b.ops[0]]) for b in graph.buckets) > 0
     for step in assemble_steps(traces):

@@ -8,11 +8,12 @@ annotate (ProfilerStep, Optimizer.step) take no time of their own.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from dpro.graph.draft import DraftOp
 from dpro.graph.graph import OpKind
@@ -177,16 +178,28 @@ def _pieces(trace: RankTrace, rows: list[int], whole: set[int], own: set[str]) -
 
 
 def update_ranges(trace: RankTrace, thread: int) -> Ranges:
-    """Starts and ends of Optimizer.step ranges on one thread, outermost ones, in order."""
-    wanted = [i for i, name in enumerate(trace.names) if name.startswith("Optimizer.step")]
-    mine = (trace.kind == EventKind.ANNOTATION) & (trace.resource == thread) & np.isin(trace.name, wanted)
+    """Starts and ends of the optimizer's own work on one thread, in order.
+
+    That is an Optimizer.step range, the outermost ones, less the forward and backward pass that run inside
+    it where the step is given a closure (Lightning does so always).
+    """
+    on_thread = trace.resource == thread
+    mine = (trace.kind == EventKind.ANNOTATION) & on_thread & _named(trace, ("Optimizer.step",))
+    before = on_thread & _named(trace, (BACKWARD_PREFIX, COPY_BACK))
+    pass_starts, pass_ends = trace.start[before].tolist(), trace.end[before].tolist()
     starts: list[int] = []
     ends: list[int] = []
     for start, end in zip(trace.start[mine].tolist(), trace.end[mine].tolist(), strict=True):
-        if not ends or start >= ends[-1]:
-            starts.append(start)
-            ends.append(end)
+        if ends and start < ends[-1]:
+            continue
+        inside = pass_ends[bisect_left(pass_starts, start) : bisect_left(pass_starts, end)]
+        starts.append(max(inside, default=start))
+        ends.append(end)
     return starts, ends
+
+
+def _named(trace: RankTrace, prefixes: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+    return np.isin(trace.name, [i for i, name in enumerate(trace.names) if name.startswith(prefixes)])
 
 
 def _kind(start: int, name: str, top: str, ranges: Ranges) -> OpKind:
