@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpro.errors import TraceError
 from dpro.settings import Settings
 from dpro.trace.store import RunFolder
 from dpro.verdict import timing
@@ -35,6 +36,14 @@ class Session:
     def folder(self) -> RunFolder:
         """The run folder; made when the first file is written to it."""
         return RunFolder.new(Path(self._settings.runs_dir))
+
+    def keep_traces(self, blobs: dict[int, bytes]) -> None:
+        """Into the run folder, by rank. A disk that is full or read-only costs the files, not the tuning."""
+        try:
+            for rank, blob in blobs.items():
+                self.folder.save_trace(rank, blob)
+        except (OSError, TraceError) as error:
+            self.say(f"traces not kept: {error}")
 
     def say(self, text: str, everywhere: bool = False) -> None:
         """One line, on rank 0 (or on the rank that is alone with its trouble)."""
@@ -59,8 +68,11 @@ class Session:
 
         table = outcome_table(outcome)
         Console(stderr=True).print(table)
-        files = self._write(outcome, to_text(table))
-        self.say("wrote " + ", ".join(str(path) for path in files))
+        try:
+            files = self._write(outcome, to_text(table))
+            self.say("wrote " + ", ".join(str(path) for path in files))
+        except OSError as error:
+            self.say(f"report not written: {error}")
 
     def _write(self, outcome: Outcome, text: str) -> list[Path]:
         """The run folder's files; returns those a person will open."""

@@ -24,7 +24,7 @@ class Settings:
     mode: Mode = "apply"
     warmup_steps: int = 5
     baseline_steps: int = 10
-    capture_steps: int = 3
+    capture_steps: int = 5
     #: after a change of settings, steps that are not timed (DDP rebuilds its buckets in them)
     settle_steps: int = 2
     verify_steps: int = 8

@@ -38,6 +38,8 @@ EXHAUSTIVE = 64
 SWEEP_POINTS = 44
 #: A list must be better than a single number by this to be preferred to it.
 SAME = 0.001
+#: Replayed steps this close are level: finer than any replay is right.
+LEVEL = 0.003
 #: How much worse than the best a plan may be to be kept for being different.
 CLOSE = 0.03
 
@@ -228,16 +230,27 @@ def _rank(verdict: Verdict) -> tuple[float, int, tuple[int, ...]]:
 
 
 def _choose(verdicts: Iterable[Verdict], top: int) -> list[Verdict]:
-    """The best, the best uniform one, and close ones with clearly different numbers of buckets."""
+    """The simplest of the best, the best, the best uniform one, and close ones with clearly other numbers of buckets.
+
+    What the replay cannot tell apart is decided by what it leaves out: every bucket has some cost of its own.
+    """
     ranked = sorted(verdicts, key=_rank)
-    chosen = [*ranked[:1], *[v for v in ranked[1:] if v.uniform and not ranked[0].uniform][:1]]
-    for verdict in ranked:
-        if verdict.step_ns > ranked[0].step_ns * (1 + CLOSE):
+    if not ranked:
+        return []
+    level = [v for v in ranked if v.step_ns <= ranked[0].step_ns * (1 + LEVEL)]
+    chosen = [min(level, key=lambda v: (len(v.grouping), _rank(v)))]
+    uniform = next((v for v in ranked if v.uniform), ranked[0])
+    for verdict in (ranked[0], uniform, *ranked):
+        if verdict.step_ns > ranked[0].step_ns * (1 + CLOSE) and verdict is not uniform:
             break
-        count = len(verdict.grouping)
-        if all(abs(count - len(other.grouping)) >= max(2, len(other.grouping) // 4) for other in chosen):
+        if all(_unlike(verdict, other) for other in chosen):
             chosen.append(verdict)
-    return sorted(chosen[:top], key=_rank)
+    return chosen[:top]
+
+
+def _unlike(one: Verdict, other: Verdict) -> bool:
+    count = len(other.grouping)
+    return abs(len(one.grouping) - count) >= max(2, count // 4)
 
 
 def _candidate(
