@@ -24,7 +24,7 @@ from dpro.clock.ends import align_on_ends
 from dpro.graph.assemble import common_steps
 from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
 from dpro.replay.engine import Replay
-from dpro.trace.model import EventKind, RankTrace
+from dpro.trace.model import DEVICE_KINDS, EventKind, RankTrace
 
 if TYPE_CHECKING:
     from dpro.replay.path import CriticalPath
@@ -185,7 +185,7 @@ def _measured(
         one = Slice(f"step {number}", begin - zero_ns, finish - zero_ns, "measured,step")
         yield from _events(one, tracks.thread(rank, "measured", "steps"))
     first, last = bounds[0, 0], bounds[-1, 1]
-    device = np.isin(trace.kind, (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE))
+    device = np.isin(trace.kind, DEVICE_KINDS)
     until = np.where(device, max(last, zero_ns + span_ns), last)
     keep = (trace.start >= first) & (trace.start < until)
     keep &= (trace.end >= trace.start) & (trace.kind != EventKind.ANNOTATION)

@@ -39,6 +39,9 @@ class EventKind(IntEnum):
     STREAM_WAIT = 10  # cudaStreamWaitEvent
 
 
+#: Kinds that run on a device stream (a COLLECTIVE may run on a host thread instead).
+DEVICE_KINDS = (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE)
+
 #: Column name -> dtype. Every column has the length of the trace.
 #: name:      index into RankTrace.names
 #: kind:      EventKind
@@ -152,9 +155,12 @@ class RankTrace:
     def assign_steps(self) -> None:
         """Fill the ``step`` column from ``step_bounds`` (an event belongs where it starts)."""
         if len(self.step_bounds):
-            step = np.searchsorted(self.step_bounds[:, 0], self.start, side="right") - 1
-            inside = (step >= 0) & (self.start < self.step_bounds[np.maximum(step, 0), 1])
-            self.columns["step"] = np.where(inside, step, -1).astype(np.int32)
+            self.columns["step"] = self.step_at(self.start).astype(np.int32)
+
+    def step_at(self, times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The step that each of ``times`` (ns) lies in, -1 outside every step."""
+        step = np.searchsorted(self.step_bounds[:, 0], times, side="right") - 1
+        return np.where((step >= 0) & (times < self.step_bounds[np.maximum(step, 0), 1]), step, -1)
 
     def shift(self, offset_ns: int) -> None:
         """Move every time by ``offset_ns`` (another clock's zero)."""
@@ -222,7 +228,6 @@ class TraceBuilder:
     def __init__(self, meta: Meta) -> None:
         self.meta = meta
         self.warnings: list[str] = []
-        self.tensors: list[Tensor] = []
         self._rows = {key: array("q") for key in COLUMNS}  # 8 bytes a number: traces have millions
         self._names: dict[str, int] = {}
         self._resources: dict[str, int] = {}
@@ -275,7 +280,6 @@ class TraceBuilder:
             names=list(self._names),
             resources=list(self._resources),
             step_bounds=bounds,
-            tensors=self.tensors,
             collectives={int(place[k]): c for k, c in self._collectives.items()},
             warnings=self.warnings,
         )

@@ -9,11 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dpro.trace.model import EventKind, RankTrace
+from dpro.trace.model import DEVICE_KINDS, EventKind, RankTrace
 
 #: A first step with fewer kernels than this share of the others' fewest lost some of them.
 _WHOLE_STEP_SHARE = 0.95
-_DEVICE_KINDS = (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE)
 
 
 def infer_steps(trace: RankTrace) -> tuple[npt.NDArray[np.int64], str]:
@@ -52,7 +51,7 @@ def used_steps(trace: RankTrace) -> tuple[list[int], str]:
 def kernels_per_step(trace: RankTrace) -> npt.NDArray[np.int64]:
     """Device events by the step of the call that launched them (their own where that is unknown)."""
     rows = device_rows(trace)
-    step = _step_at(trace, launch_times(trace, rows))
+    step = trace.step_at(launch_times(trace, rows))
     return np.bincount(step[step >= 0], minlength=trace.steps).astype(np.int64)
 
 
@@ -64,7 +63,7 @@ def step_finish_ns(trace: RankTrace) -> npt.NDArray[np.int64]:
     """
     finish = trace.step_bounds[:, 1].copy()
     rows = device_rows(trace)
-    step = _step_at(trace, launch_times(trace, rows))
+    step = trace.step_at(launch_times(trace, rows))
     np.maximum.at(finish, step[step >= 0], trace.end[rows][step >= 0])
     return np.maximum.accumulate(finish)
 
@@ -72,7 +71,7 @@ def step_finish_ns(trace: RankTrace) -> npt.NDArray[np.int64]:
 def device_rows(trace: RankTrace) -> npt.NDArray[np.int64]:
     """Rows of kernels, copies and collectives that ran on a device stream."""
     streams = [i for i, name in enumerate(trace.resources) if name.startswith("stream/")]
-    return np.flatnonzero(np.isin(trace.kind, _DEVICE_KINDS) & np.isin(trace.resource, streams))
+    return np.flatnonzero(np.isin(trace.kind, DEVICE_KINDS) & np.isin(trace.resource, streams))
 
 
 def launch_times(trace: RankTrace, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -85,11 +84,6 @@ def launch_times(trace: RankTrace, rows: npt.NDArray[np.int64]) -> npt.NDArray[n
     at = np.minimum(np.searchsorted(flows, trace.flow[rows]), len(flows) - 1)
     found = flows[at] == trace.flow[rows]
     return np.where(found, trace.start[order[at]], trace.start[rows])
-
-
-def _step_at(trace: RankTrace, times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    step = np.searchsorted(trace.step_bounds[:, 0], times, side="right") - 1
-    return np.where((step >= 0) & (times < trace.step_bounds[np.maximum(step, 0), 1]), step, -1)
 
 
 def _pairs(edges: list[int]) -> npt.NDArray[np.int64]:
