@@ -67,7 +67,11 @@ class TorchDDPAdapter:
         if self.why_not():
             return set()
         knobs = {Knob.BUCKET_CAP, Knob.BUCKET_VIEW}
-        return knobs | {Knob.BUCKET_LIST} if HAS_CAP_LIST else knobs
+        if HAS_CAP_LIST:
+            knobs.add(Knob.BUCKET_LIST)
+        if hasattr(self._ddp, "batched_grad_copy"):
+            knobs.add(Knob.BATCHED_COPY)
+        return knobs
 
     def why_not(self) -> str:
         return why_fixed(self._ddp)
@@ -117,11 +121,12 @@ class TorchDDPAdapter:
         for option in plan.ddp_options or {}:
             if option not in _OPTIONS or not hasattr(self._ddp, option):
                 raise PlanError(f"this DDP has no option {option!r}")
+        if self._original is None:
+            self._original = arguments(self._ddp)
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)
-        if self._original is None:
-            self._original = arguments(self._ddp)
+        assert self._original is not None
         given = dict(self._original)
         if plan.bucket_caps:
             given.pop("bucket_cap_mb_list", None)
@@ -131,6 +136,7 @@ class TorchDDPAdapter:
         rewrap(self._ddp, given | (plan.ddp_options or {}))
 
     def revert(self) -> None:
+        # also where apply failed: a new reducer's first step has a collective that an old one's lacks
         if self._original is not None:
             rewrap(self._ddp, self._original)
             self._original = None

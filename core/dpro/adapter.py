@@ -15,6 +15,7 @@ class Knob(Enum):
     BUCKET_LIST = "bucket_list"  # DDP: one cap per bucket
     BUCKET_CAP = "bucket_cap"  # DDP: one cap for all buckets
     BUCKET_VIEW = "bucket_view"  # DDP: gradients as views of their bucket
+    BATCHED_COPY = "batched_copy"  # DDP: gradients copied into their bucket together
     GROUPS = "groups"  # Horovod: explicit tensor groups
 
 
@@ -96,7 +97,7 @@ class Adapter(Protocol):
         """Detach everything, keep nothing. Never raises, safe at any time."""
 
     def prepare(self, plan: Plan) -> None:
-        """Check that :meth:`apply` will work, changing nothing.
+        """Check that :meth:`apply` will work, changing nothing but what :meth:`revert` goes back to.
 
         Raises:
             PlanError: the plan does not fit this job.
@@ -106,7 +107,11 @@ class Adapter(Protocol):
         """Put the plan in force; raises before it changes anything, or completes."""
 
     def revert(self) -> None:
-        """Back to the settings before the first :meth:`apply`. Does nothing if none was applied."""
+        """Back to the settings before the first :meth:`prepare`. Does nothing if there was none since.
+
+        Where this rank's :meth:`apply` failed, those of other ranks may have worked: afterwards the
+        ranks must be alike in every respect that their collectives depend on.
+        """
 
     def checksum(self) -> str:
         """Digest of a sample of the parameters, equal across ranks in a healthy job ('' unknown)."""

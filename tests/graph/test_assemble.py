@@ -159,10 +159,7 @@ def test_ddp_facts_for_later_floors(ddp: Graph) -> None:
     assert info["launch_ns"] == 20 * US
     assert [ddp.resource_names[info["main_resource"][r]] for r in range(2)] == ["rank0/cpu/100", "rank1/cpu/100"]
     assert info["channel"] in ddp.resource_names
-    # in flight 380-600 and 575-800: 25 µs are shared half and half
-    assert [c["duration_ns"] / US for c in info["collectives"]] == [207.5, 212.5]
-    assert [c["nbytes"] for c in info["collectives"]] == [32, 100]
-    assert [c["bucket"] for c in info["collectives"]] == [0, 1]
+    assert [ddp.column("nbytes")[b.ops[0]] for b in ddp.buckets] == [32, 100]
 
 
 def test_ddp_waits_are_dependencies_not_gaps(ddp: Graph) -> None:
@@ -201,8 +198,6 @@ def test_a_rank_that_began_early_gains_nothing_for_the_step(tmp_path: Path) -> N
     assert measure(traces).mean_ns == 950 * US
     assert [makespan_us(g) for g in assemble_steps(traces)] == [950, 950]
     assert makespan_us(assemble_window(traces)) == 1900
-    averaged = assemble(traces, average=True)
-    assert averaged.info["averaged_steps"] in (1, 2)
 
 
 # -- odd input ---------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_few_tensors_are_searched_exactly(graph: Graph) -> None:
     found = optimize(graph, knobs=BOTH)
     assert found.baseline_ms == baseline
     # 0.1 %: a uniform cap is preferred to a list that is no better
-    assert min([c.predicted_ms for c in found.candidates], default=baseline) <= best * 1.001
+    assert min([c.predicted_ms for c in found.candidates], default=baseline) <= best * 1.003
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -93,13 +91,12 @@ def assemble_steps(traces: list[RankTrace]) -> list[Graph]:
     return graphs
 
 
-def assemble(traces: list[RankTrace], step: int | None = None, average: bool = False) -> Graph:
+def assemble(traces: list[RankTrace], step: int | None = None) -> Graph:
     """The graph of one iteration.
 
-    ``step`` picks a captured one; without it the median of the used steps is taken. ``average`` gives
-    every op the mean duration and gap over all used steps of the same structure, as dPRO does over 10
-    iterations. That is smoother, but on a noisy machine too fast: the mean of the latest arrivals is
-    later than the latest of the mean arrivals.
+    ``step`` picks a captured one; without it the median of the used steps is taken. (dPRO gives every op
+    its mean over 10 iterations. On a noisy machine that is too fast: the mean of the latest arrivals is
+    later than the latest of the mean arrivals.)
 
     ``info["measured_ns"]`` is the mean over the used steps, or that of ``step``.
 
@@ -116,31 +113,10 @@ def assemble(traces: list[RankTrace], step: int | None = None, average: bool = F
         by_length = sorted(steps, key=lambda s: _span_ns(traces, [s], offsets))
         median = by_length[(len(by_length) - 1) // 2]
         graph = _Assembly(traces, [median], names).graph
-        if average:
-            _average(graph, [_Assembly(traces, [s], names).graph for s in steps])
         graph.info["measured_ns"] = measure(traces).mean_ns
     graph.info["captured_steps"] = len(steps)
     graph.warnings[:0] = notes
     return graph
-
-
-def _average(graph: Graph, graphs: list[Graph]) -> None:
-    """Mean durations and gaps of the graphs with the same ops in the same order, into ``graph``."""
-    alike = [g for g in graphs if _structure(g) == _structure(graph)]
-    graph.info["averaged_steps"] = len(alike)
-    if len(alike) < 2:
-        return
-    for key in ("duration", "gap"):
-        mean = np.rint(np.mean([g.column(key) for g in alike], axis=0)).astype(np.int64)
-        for op, value in enumerate(mean.tolist()):
-            graph.set(op, key, value)
-    for i, facts in enumerate(graph.info["collectives"]):
-        facts["duration_ns"] = round(float(np.mean([g.info["collectives"][i]["duration_ns"] for g in alike])))
-
-
-def _structure(graph: Graph) -> tuple[Any, ...]:
-    names = [graph.name_of(op) for op in range(len(graph.column("name")))]
-    return names, graph.column("resource").tolist(), graph.edges().tolist()
 
 
 def _names(traces: list[RankTrace]) -> list[set[str]]:
@@ -171,8 +147,7 @@ class _Assembly:
     def __init__(self, traces: list[RankTrace], steps: list[int], names: list[set[str]]) -> None:
         self.traces = traces
         self.graph = Graph()
-        alignment = align_on_ends(traces)
-        self.offsets = alignment.offsets_ns
+        self.offsets = align_on_ends(traces).offsets_ns
         self.locals = [
             build_local(t, *_window(t, steps), rank=_rank(t, i), own_names=names[i]) for i, t in enumerate(traces)
         ]
@@ -183,7 +158,6 @@ class _Assembly:
         for local, begin in zip(self.locals, begins, strict=True):
             _skip_ahead(local, self.origin - begin)
         self.ids: dict[int, int] = {}  # id(draft) -> op, what successors of the draft depend on
-        self.collectives: list[dict[str, Any]] = []
         graph = self.graph
         graph.ranks = len(traces)
         for trace in traces:
@@ -213,9 +187,6 @@ class _Assembly:
             launch_ns=self._launch_cost(),
             main_resource={x.rank: graph.resource(x.main) for x in self.locals},
             channel=CHANNEL,
-            collectives=self.collectives,
-            clock_spread_ns=alignment.spread_ns,
-            contention={x.rank: t.meta.contention for x, t in zip(self.locals, traces, strict=True)},
         )
         self._add_tensors()
 
@@ -228,7 +199,6 @@ class _Assembly:
             return []
         keys = [[self._key(i, op) for op in local.collectives] for i, local in enumerate(self.locals)]
         rows: list[list[int | None]] = [[j] + [None] * (ranks - 1) for j in range(len(keys[0]))]
-        unmatched = 0
         for i in range(1, ranks):
             matcher = SequenceMatcher(None, keys[0], keys[i], autojunk=False)
             size = 0
@@ -237,7 +207,6 @@ class _Assembly:
                     rows[a + k][i] = b + k
                 size += n
             if size < max(len(keys[0]), len(keys[i])):
-                unmatched += 1
                 self.graph.warnings.append(
                     f"rank {self.locals[i].rank} has {len(keys[i])} collectives, rank {self.locals[0].rank} "
                     f"{len(keys[0])}: {size} in common, the others stay each rank's own"
@@ -266,24 +235,21 @@ class _Assembly:
         arrivals: dict[int, int] = {}
         alone = 0
         for i, op in drafts:
-            rank, local = self.locals[i].rank, self.locals[i]
+            local = self.locals[i]
             alone += op.collective >= 0 and id(op) not in shared
             if id(op) not in grouped:
-                self.ids[id(op)] = self._plain(op, rank, local)
-                if op.collective >= 0:
-                    self._note(op, self.ids[id(op)], op.duration)
+                self.ids[id(op)] = self._plain(i, op)
             elif op.resource != CHANNEL:
                 arrivals[id(op)] = graph.add_op(
                     f"arrive {op.name}", OpKind.LOCAL, resource=graph.resource(op.resource),
-                    gap=op.gap(local.begin), rank=rank,
+                    gap=op.gap(local.begin), rank=local.rank,
                 )  # fmt: skip
             else:
                 continue
             times.append(op.start + self.offsets[i])
         previous_end = -(2**62)
-        services = self._services(groups)
-        for group, service in zip(groups, services, strict=True):
-            previous_end = self._transfer(group, previous_end, service)
+        for group in groups:
+            previous_end = self._transfer(group, previous_end)
             times.append(self._launched(group))
         if alone and (len(self.locals) > 1 or any(t.meta.world_size > 1 for t in self.traces)):
             graph.warnings.append(f"{alone} collective(s) seen by one rank only: waiting for its peers is inside")
@@ -299,13 +265,14 @@ class _Assembly:
         for src, dst in sorted(edges):
             graph.add_edge(src, dst)
 
-    def _plain(self, op: DraftOp, rank: int, local: Local) -> int:
+    def _plain(self, index: int, op: DraftOp) -> int:
+        local = self.locals[index]
         gap = op.gap(local.begin)
         if not op.preds:  # a source starts when its rank does
-            gap = max(0, gap + local.begin + self.offsets[self.locals.index(local)] - self.origin)
+            gap = max(0, gap + local.begin + self.offsets[index] - self.origin)
         return self.graph.add_op(
             op.name, op.kind, resource=self.graph.resource(op.resource), duration=op.duration, gap=gap,
-            tensor=op.tensor, rank=rank, nbytes=op.nbytes,
+            tensor=op.tensor, rank=local.rank, nbytes=op.nbytes,
         )  # fmt: skip
 
     def _members(self, group: list[DraftOp | None]) -> list[tuple[DraftOp, int]]:
@@ -334,22 +301,11 @@ class _Assembly:
             for op, offset in members:
                 op.end = end - offset
 
-    def _services(self, groups: list[list[DraftOp | None]]) -> list[int]:
-        """What each transfer costs on its own, ns: those in flight together share the channel equally."""
-        spans = [(self._launched(g), self._end(g), self._members(g)[0][0].resource) for g in groups]
-        out = []
-        for begin, end, channel in spans:
-            others = [s for s in spans if s[2] == channel and s[0] < end and s[1] > begin]
-            cuts = sorted({begin, end, *(t for s in others for t in s[:2] if begin < t < end)})
-            shares = [(b - a) / sum(s[0] <= a and s[1] >= b for s in others) for a, b in pairwise(cuts)]
-            out.append(round(sum(shares)))
-        return out
-
     def _end(self, group: list[DraftOp | None]) -> int:
         op, offset = self._members(group)[0]
         return op.end + offset
 
-    def _transfer(self, group: list[DraftOp | None], previous_end: int, service: int) -> int:
+    def _transfer(self, group: list[DraftOp | None], previous_end: int) -> int:
         """The one op that stands for a joined collective. Returns the end of the host channel's last.
 
         The channel is a queue of one (dPRO: a link is a device), so a transfer on it is charged from
@@ -366,14 +322,7 @@ class _Assembly:
         )  # fmt: skip
         for op in members:
             self.ids[id(op)] = made
-        self._note(members[0], made, service)
         return end if serial else previous_end
-
-    def _note(self, op: DraftOp, made: int, service: int) -> None:
-        bucket = next((i for i, b in enumerate(self.locals[0].buckets) if b.run is op), -1)
-        self.collectives.append(
-            {"nbytes": op.nbytes, "duration_ns": service, "ops": (made,), "name": op.name, "bucket": bucket}
-        )
 
     def _unexplained(self) -> int:
         """ns that device ops were idle before their start beyond any launch latency."""
@@ -408,11 +357,8 @@ class _Assembly:
                 if b.run is not None
             ]
         )
-        for i, bucket in enumerate(graph.buckets):
+        for bucket in graph.buckets:
             graph.set(bucket.ops[0], "nbytes", bucket.nbytes)
-            facts = next((c for c in self.collectives if c["bucket"] == i), None)
-            if facts is not None and facts["nbytes"] < 0:
-                facts["nbytes"] = bucket.nbytes
         if any(len(x.outs) != len(first.outs) for x in self.locals):
             graph.warnings.append("ranks differ in the number of gradients")
 

@@ -22,7 +22,16 @@ import numpy as np
 from dpro.graph.ddp import add_gradients, add_host_collectives
 from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import OpKind
-from dpro.graph.threads import COPY_BACK, ENQUEUE_PREFIX, Cuts, chain, costly_names, host_threads, update_ranges
+from dpro.graph.threads import (
+    COPY_BACK,
+    COPY_IN,
+    ENQUEUE_PREFIX,
+    Cuts,
+    chain,
+    costly_names,
+    host_threads,
+    update_ranges,
+)
 from dpro.trace.model import EventKind, RankTrace
 from dpro.trace.steps import device_rows, launch_times
 
@@ -86,15 +95,15 @@ def build_local(
 def _cuts(trace: RankTrace, device: list[int], names: set[str]) -> Cuts:
     """Host rows that something hangs on, and those that stay one op with all they hold."""
     enqueues = [i for i, n in enumerate(trace.names) if n.startswith(ENQUEUE_PREFIX) and n.endswith("_")]
-    copies = [i for i, n in enumerate(trace.names) if n == COPY_BACK]
+    copies = [i for i, n in enumerate(trace.names) if n in (COPY_BACK, COPY_IN)]
     is_op = trace.kind == EventKind.CPU_OP
     on_device = any(name.startswith("stream/") for name in trace.resources)
-    # On the host alone an enqueued collective or a copy back is one thing; beside a device they launch.
+    # On the host alone an enqueued collective or a copy to or from a bucket is one thing; beside a device they launch.
     whole = np.zeros(len(trace), "?") if on_device else is_op & np.isin(trace.name, [*enqueues, *copies])
     cut = is_op & np.isin(trace.name, enqueues)
     cut |= np.isin(trace.kind, (EventKind.SYNC, EventKind.EVENT_RECORD, EventKind.STREAM_WAIT))
     cut |= (trace.kind == EventKind.RUNTIME) & (trace.flow >= 0) & np.isin(trace.flow, trace.flow[device])
-    return Cuts(set(np.flatnonzero(cut).tolist()), set(np.flatnonzero(whole).tolist()), names)
+    return Cuts(set(np.flatnonzero(cut).tolist()), set(np.flatnonzero(whole).tolist()), names | {COPY_IN})
 
 
 def _main_thread(trace: RankTrace, threads: dict[int, list[int]]) -> int | None:

@@ -24,6 +24,7 @@ _OWN_OP_NS = 20_000
 BACKWARD_PREFIX = "autograd::engine::evaluate_function"
 ACCUMULATE = BACKWARD_PREFIX + ": torch::autograd::AccumulateGrad"
 COPY_BACK = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
+COPY_IN = "torch::distributed::reducer::mul_out"
 ENQUEUE_PREFIX = "c10d::"
 
 _HOST_KINDS = (

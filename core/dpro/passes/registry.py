@@ -17,6 +17,7 @@ from dpro.graph.graph import Graph
 
 ENTRY_POINT_GROUP = "dpro.passes"
 _BUILT_IN = {
+    "batched_copy": "dpro.passes.batched_copy:BatchedCopy",
     "bucket_view": "dpro.passes.bucket_view:BucketView",
     "tensor_fusion": "dpro.passes.tensor_fusion:TensorFusion",
 }

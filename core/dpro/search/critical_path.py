@@ -11,15 +11,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from dpro.adapter import Knob
 from dpro.cost.sync import fit_buckets
 from dpro.graph.graph import Graph
+from dpro.passes.batched_copy import BatchedCopy
 from dpro.passes.bucket_view import BucketView
 from dpro.passes.contention import relieve
 from dpro.passes.ddp_buckets import MIB
+from dpro.passes.registry import Pass
 from dpro.passes.tensor_fusion import Grouping, captured
 from dpro.plan import Plan
 from dpro.replay.engine import replay
@@ -81,8 +84,9 @@ def optimize(
 
     Returns up to ``top`` plans that differ: the best list of caps, the best uniform cap, and further ones
     with a clearly different number of buckets within 3 % of the best. With :attr:`Knob.BUCKET_CAP` alone
-    only uniform caps are considered; with :attr:`Knob.BUCKET_VIEW` the best is also offered with gradients
-    as views of their buckets, where that saves copies. ``result.stopped`` says why the search ended.
+    only uniform caps are considered; with :attr:`Knob.BUCKET_VIEW` and :attr:`Knob.BATCHED_COPY` the best
+    is also offered with DDP's other ways to copy gradients, where they save time.
+    ``result.stopped`` says why the search ended.
 
     ``graph.info["sync"]`` is the cost of a bucket; without it, it is fitted to the captured buckets (no host
     contention then). If it knows of contention and the graph is a captured one, host ops are first relieved
@@ -107,8 +111,7 @@ def optimize(
         stopped = "time budget" if judge.out_of_time() else "no improvement left"
         better = [v for v in judge.verdicts.values() if v.step_ns < baseline_ns]
         found = [_candidate(graph, v, knobs, fingerprint or {}, baseline_ns) for v in _choose(better, top)]
-        if Knob.BUCKET_VIEW in knobs:
-            found = _with_views(graph, judge, found, baseline_ns, fingerprint or {})[:top]
+        found = _with_options(graph, judge, found, knobs, baseline_ns, fingerprint or {})[:top]
     finally:
         graph.undo(mark)
         graph.info["sync"] = known
@@ -124,7 +127,7 @@ def optimize(
 
 
 def _nothing_to_do(graph: Graph, knobs: set[Knob]) -> str:
-    if not knobs & {*FUSION, Knob.BUCKET_VIEW}:
+    if not knobs & {*FUSION, Knob.BUCKET_VIEW, Knob.BATCHED_COPY}:
         return "no knob that this search can turn"
     if not graph.buckets or not sum(tensor.nbytes for tensor in graph.tensors):
         return "no gradients are synchronised in buckets"
@@ -136,26 +139,31 @@ def _nothing_to_do(graph: Graph, knobs: set[Knob]) -> str:
     return ""
 
 
-def _with_views(
-    graph: Graph, judge: Judge, found: list[Candidate], baseline_ns: int, fingerprint: dict[str, str]
+def _with_options(
+    graph: Graph, judge: Judge, found: list[Candidate], knobs: set[Knob], baseline_ns: int, fingerprint: dict[str, str]
 ) -> list[Candidate]:
-    """The best buckets (or the captured ones) once more with gradients as views of them, if that is faster."""
-    views = BucketView()
-    if judge.out_of_time() or not views.legal(graph, True):
-        return found
+    """The best buckets (or the captured ones) once more with each DDP option that makes them faster."""
     groups = found[0].groups if found else captured(graph)
-    best_ns = judge.step_ns(groups)
-    mark = views.apply(graph, True)
-    try:
-        step_ns = judge.replayed_ns(groups)
-    finally:
-        graph.undo(mark)
-    if step_ns * (1 + SAME) >= min(best_ns, baseline_ns):
-        return found
     base = found[0].plan if found else Plan(fingerprint=dict(fingerprint), baseline_ms=baseline_ns / 1e6)
-    plan = replace(base, ddp_options={"gradient_as_bucket_view": True}, predicted_ms=step_ns / 1e6)
-    name = f"{found[0].name if found else 'same buckets'}, gradients as views"
-    return [Candidate(name=name, plan=plan, predicted_ms=step_ns / 1e6, groups=groups), *found]
+    limit_ns = min(judge.step_ns(groups), baseline_ns)
+    name = found[0].name if found else "same buckets"
+    better = []
+    options: list[tuple[Knob, Pass, Any, str, str]] = [
+        (Knob.BUCKET_VIEW, BucketView(), True, "gradient_as_bucket_view", "gradients as views"),
+        (Knob.BATCHED_COPY, BatchedCopy(), groups, "batched_grad_copy", "copied in together"),
+    ]
+    for knob, edit, candidate, option, words in options:
+        if knob not in knobs or judge.out_of_time() or not edit.legal(graph, candidate):
+            continue
+        mark = edit.apply(graph, candidate)
+        try:
+            step_ns = judge.replayed_ns(groups)
+        finally:
+            graph.undo(mark)
+        if step_ns * (1 + SAME) < limit_ns:
+            plan = replace(base, ddp_options={option: True}, predicted_ms=step_ns / 1e6)
+            better.append(Candidate(f"{name}, {words}", plan, step_ns / 1e6, groups))
+    return sorted(better, key=lambda c: c.predicted_ms) + found
 
 
 def _sweep_uniform(judge: Judge) -> None:
