@@ -96,16 +96,6 @@ def test_transfers_are_those_of_known_size() -> None:
     assert duration_ns.tolist() == [9 * MS, 17 * MS, 33 * MS]
 
 
-def test_size_of_a_collective_may_be_known_by_its_bucket_only() -> None:
-    graph = Graph()
-    graph.ranks = 2
-    op = graph.add_op("all_reduce", OpKind.COLLECTIVE, duration=8 * MS)
-    graph.info["collectives"] = [{"ops": (op,), "nbytes": 1_000_000, "duration_ns": 8 * MS}]
-    assert [column.tolist() for column in whatif.transfers(graph)] == [[1_000_000], [8 * MS]]
-    graph.info["collectives"][0]["nbytes"] = -1
-    assert len(whatif.transfers(graph)[0]) == 0
-
-
 @pytest.mark.parametrize("text", ["fast", "", "-2x", "0", "0x", "inf", "nan", "2 parsecs", "10GB", "1e999", "2x; rm"])
 def test_bandwidth_nobody_can_mean(text: str) -> None:
     with pytest.raises(whatif.WhatIfError, match="bandwidth"):

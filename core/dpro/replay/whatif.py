@@ -66,15 +66,9 @@ def scale_ops(graph: Graph, pattern: str, factor: float) -> Change:
 
 
 def transfers(graph: Graph) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(bytes, ns) of the collectives whose size is known: what a cost model can be fitted to.
-
-    A bucket's size is known where its collective's is not: ``graph.info["collectives"]`` has it.
-    """
-    size_of = {op: int(facts["nbytes"]) for facts in graph.info.get("collectives", ()) for op in facts["ops"]}
-    ops = _living(graph, graph.column("kind") == OpKind.COLLECTIVE)
-    own = graph.column("nbytes")[ops]
-    nbytes = np.where(own > 0, own, np.asarray([size_of.get(op, -1) for op in ops.tolist()], np.int64))
-    return nbytes[nbytes > 0], graph.column("duration")[ops][nbytes > 0]
+    """(bytes, ns) of the collectives whose size is known: what a cost model can be fitted to."""
+    ops = _living(graph, (graph.column("kind") == OpKind.COLLECTIVE) & (graph.column("nbytes") > 0))
+    return graph.column("nbytes")[ops], graph.column("duration")[ops]
 
 
 def scale_bandwidth(graph: Graph, bandwidth: str, *, ns_per_byte: float = 0.0, latency_ns: float = 0.0) -> Change:
