@@ -43,9 +43,6 @@ def test_buckets_waits_and_step_time_of_a_real_job(tmp_path: Path, kind: str) ->
     kinds = {graph.name_of(op): OpKind(kind) for op, kind in enumerate(graph.column("kind").tolist())}
     if kind != "view":  # the gradients' way back is no part of the optimizer, wherever the step began
         assert kinds["torch.distributed.ddp.reducer::copy_bucket_to_grad"] == OpKind.IN
-    # on a crowded core a worker may be through before its host thread is back from launching it; the
-    # workers' own times still show that bytes take time
-    assert sum(facts["duration_ns"] for facts in graph.info["collectives"]) > 0
     for step in assemble_steps(traces):
         assert replay(step).makespan_ns == pytest.approx(step.info["measured_ns"], rel=0.03)
         assert not [line for line in step.warnings if "began after its first use" in line or "cycle" in line]

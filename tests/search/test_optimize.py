@@ -69,7 +69,7 @@ def test_few_tensors_are_searched_exactly(graph: Graph) -> None:
     baseline, best = oracle_ms(graph, captured(graph)), brute_force_ms(graph)
     found = optimize(graph, knobs=BOTH)
     assert found.baseline_ms == baseline
-    # 0.1 %: a uniform cap is preferred to a list that is no better
+    # 0.3 %: of plans this close only the simplest is offered
     assert min([c.predicted_ms for c in found.candidates], default=baseline) <= best * 1.003
 
 
