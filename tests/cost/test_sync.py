@@ -34,7 +34,6 @@ def test_stalls_do_not_move_it() -> None:
     model = fit(sizes, times)
     assert model.latency_ns == pytest.approx(200_000)
     assert model.ns_per_byte == pytest.approx(8)
-    assert model.bandwidth_bytes_per_s == pytest.approx(125e6)
     assert (model.observations, model.distinct_sizes, model.trust) == (20, 4, "good")
 
 
@@ -55,7 +54,6 @@ def test_never_negative() -> None:
     model = fit([1_000, 2_000, 4_000], [9_000, 5_000, 4_000])
     assert model.ns_per_byte == 0
     assert model.time_ns(10**9) == 5_000  # the middle one: least absolute relative deviation
-    assert model.bandwidth_bytes_per_s == float("inf")
 
 
 def test_one_size_assumes_five_percent_latency_and_says_so() -> None:
@@ -130,23 +128,7 @@ def test_nothing_to_fit(sizes: list[int], times: list[int]) -> None:
         fit(sizes, times)
 
 
-def test_dict_round_trip() -> None:
-    model = fit(SIZES, [1e6, 3e6, 12e6, 20e6], steal_ns_per_byte=0.25)
-    assert SyncModel.from_dict(model.to_dict()) == model
-    assert model.steal_ns_per_byte == 0.25
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {},
-        {"latency_ns": 1},
-        {"latency_ns": 1, "ns_per_byte": 1, "bandwidth": 3},
-        {"latency_ns": -1, "ns_per_byte": 1},
-        {"latency_ns": float("nan"), "ns_per_byte": 1},
-        {"latency_ns": "1", "ns_per_byte": 1},
-    ],
-)
-def test_bad_dict(raw: dict[str, object]) -> None:
-    with pytest.raises(ValueError):
-        SyncModel.from_dict(raw)
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_model_is_of_finite_times(bad: float) -> None:
+    with pytest.raises(ValueError, match="latency_ns"):
+        SyncModel(latency_ns=bad, ns_per_byte=1.0)

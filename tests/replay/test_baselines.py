@@ -41,13 +41,6 @@ def test_without_a_bandwidth_it_takes_that_of_all_collectives_together() -> None
     assert daydream(graph) == 30 + 40 + 120
 
 
-def test_the_graphs_own_bandwidth_goes_first() -> None:
-    graph = sized()
-    graph.info["bandwidth_bytes_per_s"] = 20e9
-    assert daydream(graph) == 93
-    assert daydream(graph, bandwidth_bytes_per_s=5e9) == 243
-
-
 def test_a_collective_of_unknown_size_keeps_its_time() -> None:
     assert daydream(two_ranks()) == 143
     assert daydream(two_ranks(), bandwidth_bytes_per_s=1.0) == 143

@@ -8,7 +8,7 @@ It refuses to look more certain than the data: :attr:`SyncModel.trust` says how 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -53,11 +53,6 @@ class SyncModel:
         return round(self.latency_ns + self.ns_per_byte * nbytes)
 
     @property
-    def bandwidth_bytes_per_s(self) -> float:
-        """Payload bytes per second once the latency is paid (``inf`` if size costs nothing)."""
-        return 1e9 / self.ns_per_byte if self.ns_per_byte else float("inf")
-
-    @property
     def trust(self) -> str:
         """``assumed`` (one size: the split of its time is a guess), ``weak`` (two sizes: nothing checks the
         line; or half the observations are over 20 % off), ``good``.
@@ -65,24 +60,6 @@ class SyncModel:
         if self.distinct_sizes < 2:
             return "assumed"
         return "weak" if self.distinct_sizes == 2 or self.spread > 0.2 else "good"
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values only; :meth:`from_dict` takes it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> SyncModel:
-        """Inverse of :meth:`to_dict`.
-
-        Raises:
-            ValueError: unknown or missing keys, or a value that is not a finite number >= 0.
-        """
-        unknown = sorted(set(raw) - {field.name for field in fields(cls)})
-        if unknown or not {"latency_ns", "ns_per_byte"} <= set(raw):
-            raise ValueError(f"not a sync model: {unknown or sorted(raw)}")
-        if not all(type(value) in (int, float) for value in raw.values()):
-            raise ValueError("not a sync model: a value is not a number")
-        return cls(**raw)
 
 
 def fit(

@@ -19,9 +19,8 @@ _S = 10**9
 def daydream(graph: Graph, bandwidth_bytes_per_s: float | None = None) -> int:
     """Iteration time Daydream would predict, ns. The graph is as before afterwards.
 
-    The worker is the lowest rank. ``bandwidth_bytes_per_s`` defaults to
-    ``graph.info["bandwidth_bytes_per_s"]``, else to all bytes of the graph's collectives over all
-    their time. A collective of unknown size keeps its measured time.
+    The worker is the lowest rank. ``bandwidth_bytes_per_s`` defaults to all bytes of the graph's
+    collectives over all their time. A collective of unknown size keeps its measured time.
 
     Raises:
         ValueError: the bandwidth is not a positive number.
@@ -30,7 +29,7 @@ def daydream(graph: Graph, bandwidth_bytes_per_s: float | None = None) -> int:
     collectives = np.flatnonzero(alive & (graph.column("kind") == OpKind.COLLECTIVE) & (graph.column("nbytes") >= 0))
     bandwidth = bandwidth_bytes_per_s
     if bandwidth is None:
-        bandwidth = graph.info.get("bandwidth_bytes_per_s") or measured_bandwidth(graph, collectives)
+        bandwidth = measured_bandwidth(graph, collectives)
     if bandwidth is not None and not 0 < bandwidth < float("inf"):
         raise ValueError(f"bandwidth {bandwidth} bytes/s must be a positive number")
     mark = graph.mark()
