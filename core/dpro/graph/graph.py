@@ -200,12 +200,16 @@ class Graph:
         self._ops[key][op] = value
         self._arrays = None
 
+    def set_many(self, ops: npt.NDArray[Any], key: str, values: npt.NDArray[Any]) -> None:
+        """:meth:`set` for many ops at once; ``values`` are rounded to whole numbers."""
+        ops = np.array(ops)  # the caller's array may change before the undo
+        self._journal.append(("set", ops, key, self._ops[key][ops]))
+        self._ops[key][ops] = np.rint(values)
+        self._arrays = None
+
     def scale(self, ops: npt.NDArray[Any], factor: float) -> None:
         """Multiply the durations of many ops."""
-        ops = np.array(ops)  # the caller's array may change before the undo
-        self._journal.append(("column", ops, "duration", self._ops["duration"][ops].copy()))
-        self._ops["duration"][ops] = np.rint(self._ops["duration"][ops] * factor)
-        self._arrays = None
+        self.set_many(ops, "duration", self._ops["duration"][ops] * factor)
 
     def remove_ops(self, ops: tuple[int, ...] | list[int]) -> None:
         """Kill ops and every edge that touches them. Ids are never used again."""
@@ -239,7 +243,7 @@ class Graph:
                 self._op_count -= 1
             elif what == "edge":
                 self._edge_count -= 1
-            elif what in ("set", "column"):
+            elif what == "set":
                 self._ops[entry[2]][entry[1]] = entry[3]
             elif what == "kill":
                 self._ops["alive"][entry[1]] = True

@@ -59,8 +59,5 @@ def relieve(graph: Graph, model: SyncModel) -> int:
         ("duration", arrays.duration[rows] - loss_ns(start, played.end[rows])),
         ("gap", gap - loss_ns(start - gap, start)),
     ):
-        before = graph.column(key)[arrays.ids[rows]]
-        after = np.maximum(0, np.rint(values)).astype(np.int64)
-        for i in np.flatnonzero(before != after).tolist():
-            graph.set(int(arrays.ids[rows[i]]), key, int(after[i]))
+        graph.set_many(arrays.ids[rows], key, np.maximum(0, values))
     return mark

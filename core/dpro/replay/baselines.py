@@ -35,8 +35,7 @@ def daydream(graph: Graph, bandwidth_bytes_per_s: float | None = None) -> int:
     mark = graph.mark()
     try:
         if bandwidth is not None:
-            for op in collectives.tolist():
-                graph.set(op, "duration", round(int(graph.column("nbytes")[op]) * _S / bandwidth))
+            graph.set_many(collectives, "duration", graph.column("nbytes")[collectives] * float(_S) / bandwidth)
         ranks = graph.column("rank")
         workers = np.unique(ranks[alive & (ranks >= 0)])
         if len(workers) > 1:

@@ -89,7 +89,7 @@ def scale_bandwidth(graph: Graph, bandwidth: str, *, ns_per_byte: float = 0.0, l
     factor = parse_bandwidth(bandwidth, measured_gbit)
     before = graph.column("duration")[ops]
     fixed = np.minimum(before, latency_ns)
-    _set_durations(graph, ops, fixed + (before - fixed) / factor)
+    graph.set_many(ops, "duration", fixed + (before - fixed) / factor)
     said = f"{len(ops)} transfers at {factor:.4g}× the bandwidth measured"
     if measured_gbit:
         said += f" (about {measured_gbit:.3g} Gbit/s)"
@@ -138,7 +138,7 @@ def set_workers(graph: Graph, workers: int) -> Change:
         if model is None:
             raise WhatIfError(f"no model says how {graph.name_of(op)!r} grows with the number of workers")
         factors[index] = _RING[model](workers) / _RING[model](now)
-    _set_durations(graph, ops, graph.column("duration")[ops] * factors)
+    graph.set_many(ops, "duration", graph.column("duration")[ops] * factors)
     return Change(
         len(ops),
         f"{now} → {workers} workers: ring collectives, so an all-reduce's transfer grows as 2(N-1)/N; "
@@ -159,8 +159,3 @@ def _workers(graph: Graph) -> int:
 
 def _living(graph: Graph, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     return np.flatnonzero(graph.column("alive") & mask)
-
-
-def _set_durations(graph: Graph, ops: npt.NDArray[np.int64], durations_ns: npt.NDArray[np.float64]) -> None:
-    for op, duration in zip(ops.tolist(), np.rint(durations_ns).astype(np.int64).tolist(), strict=True):
-        graph.set(op, "duration", duration)
