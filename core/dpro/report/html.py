@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dpro import __version__
 from dpro.report.summary import Summary
-from dpro.report.table import ArmRow, count_text
+from dpro.report.table import ArmRow, count_text, printable
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fbfaf8;--card:#fff;--ink:#1d2126;--dim:#667080;--line:#e4e2dd;--good:#1a7f4b;
@@ -61,7 +61,7 @@ def write(path: Path, summary: Summary, arms: Sequence[ArmRow] = (), verdict: st
 
 def render(summary: Summary, arms: Sequence[ArmRow] = (), verdict: str = "") -> str:
     """The page as text."""
-    title = escape(_printable(summary.title))
+    title = escape(printable(summary.title))
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
@@ -153,11 +153,7 @@ def _ms(value: float | None) -> str:
 
 
 def _text(text: str) -> str:
-    return escape(_printable(text))
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return escape(printable(text))
 
 
 def _code(text: str) -> str:

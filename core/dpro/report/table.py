@@ -149,7 +149,12 @@ def plain(text: str) -> str:
     """Text from a file, made safe to print: no control characters, no rich markup."""
     from rich.markup import escape
 
-    return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
+    return escape(printable(text))
+
+
+def printable(text: str) -> str:
+    """Without control characters: each becomes U+FFFD."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def count_text(count: float) -> str:
