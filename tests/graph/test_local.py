@@ -217,7 +217,7 @@ def test_self_time_is_never_negative_when_events_overlap_by_rounding(tmp_path: P
         syn.op("aten::next", 50, 80),
     ]
     trace = trace_of(tmp_path, events)
-    local = build_local(trace, *trace.step_bounds[0].tolist())
+    local = build_local(trace, *trace.step_bounds[0].tolist(), rank=0, own_names=set())
     chain = local.chains[local.main]
     assert all(op.duration >= 0 for op in chain)
     assert all(a.end <= b.start for a, b in pairwise(chain))

@@ -119,9 +119,9 @@ def assemble(traces: list[RankTrace], step: int | None = None) -> Graph:
     return graph
 
 
-def _names(traces: list[RankTrace]) -> list[set[str]]:
+def _names(traces: list[RankTrace]) -> set[str]:
     """Names that are ops of their own, the same on all ranks so that their graphs are alike."""
-    return [set().union(*map(costly_names, traces))] * len(traces)
+    return set().union(*map(costly_names, traces))
 
 
 def _window(trace: RankTrace, steps: list[int]) -> tuple[int, int]:
@@ -144,13 +144,11 @@ def _span_ns(traces: list[RankTrace], steps: list[int], offsets: list[int]) -> i
 class _Assembly:
     """Builds one graph of the given consecutive steps."""
 
-    def __init__(self, traces: list[RankTrace], steps: list[int], names: list[set[str]]) -> None:
+    def __init__(self, traces: list[RankTrace], steps: list[int], names: set[str]) -> None:
         self.traces = traces
         self.graph = Graph()
         self.offsets = align_on_ends(traces).offsets_ns
-        self.locals = [
-            build_local(t, *_window(t, steps), rank=_rank(t, i), own_names=names[i]) for i, t in enumerate(traces)
-        ]
+        self.locals = [build_local(t, *_window(t, steps), _rank(t, i), names) for i, t in enumerate(traces)]
         begins = [x.begin + o for x, o in zip(self.locals, self.offsets, strict=True)]
         # From the second step on, what a rank did before the last one began belongs to the time of the
         # step before: the graph begins with the last rank. The first step begins with the first.

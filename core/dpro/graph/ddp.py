@@ -14,7 +14,7 @@ import numpy as np
 
 from dpro.graph.draft import DraftBucket, DraftOp, Local
 from dpro.graph.graph import OpKind
-from dpro.graph.threads import ACCUMULATE, COPY_BACK, ENQUEUE_PREFIX
+from dpro.graph.threads import ACCUMULATE, COPY_BACK, ENQUEUE_PREFIX, is_enqueue
 from dpro.trace.model import EventKind, RankTrace
 
 CHANNEL = "group/gloo"
@@ -39,7 +39,7 @@ def add_gradients(trace: RankTrace, local: Local, rows: list[int]) -> None:
     for row, step, name in zip(rows, trace.step[rows].tolist(), trace.columns["name"][rows].tolist(), strict=True):
         if names[name] == ACCUMULATE:
             ready.setdefault(step, []).append(row)
-        elif _is_enqueue(names[name]):
+        elif is_enqueue(names[name]):
             launches.setdefault(step, []).append(row)
     for step in sorted(ready):
         if step in launches:
@@ -134,13 +134,13 @@ def _uses(chain: list[DraftOp], at: int, name: str, count: int) -> list[int]:
     return out if len(out) == count else []
 
 
-def add_host_collectives(trace: RankTrace, local: Local, begin: int, end: int) -> None:
+def add_host_collectives(trace: RankTrace, local: Local) -> None:
     """Ops for collectives that run on host worker threads, and who waits for them.
 
     The i-th call that enqueues one is the i-th run of that kind, by start.
     """
     threads = [i for i, name in enumerate(trace.resources) if not name.startswith("stream/")]
-    mine = (trace.kind == EventKind.COLLECTIVE) & np.isin(trace.resource, threads) & (trace.start >= begin)
+    mine = (trace.kind == EventKind.COLLECTIVE) & np.isin(trace.resource, threads) & (trace.start >= local.begin)
     runs: dict[str, list[int]] = {}
     for row in np.flatnonzero(mine).tolist():
         runs.setdefault(trace.collectives[row].name.replace("_", ""), []).append(row)
@@ -149,7 +149,7 @@ def add_host_collectives(trace: RankTrace, local: Local, begin: int, end: int) -
     chain = local.chains[local.main]
     bucket_of = {id(bucket.launch): bucket for bucket in local.buckets}
     used: dict[str, int] = {}
-    for op in [op for op in chain if _is_enqueue(op.name)]:
+    for op in [op for op in chain if is_enqueue(op.name)]:
         what = op.name.removeprefix(ENQUEUE_PREFIX).replace("_", "")
         rows, at = runs.get(what, []), used.get(what, 0)
         if at >= len(rows):
@@ -165,8 +165,8 @@ def add_host_collectives(trace: RankTrace, local: Local, begin: int, end: int) -
     if used:
         return
     # Nobody says who launched them (a trace of the workers alone): they stand beside the host's ops.
-    before = begin
-    for row in sorted(row for rows in runs.values() for row in rows if trace.end[row] <= end):
+    before = local.begin
+    for row in sorted(row for rows in runs.values() for row in rows if trace.end[row] <= local.end):
         start, finish = max(int(trace.start[row]), before), int(trace.end[row])
         before = max(before, finish)
         run = _run(trace, row, min(start, finish), finish, [local.first])
@@ -195,10 +195,6 @@ def _waits(local: Local, chain: list[DraftOp], run: DraftOp, first_in: DraftOp |
     # A worker that lost its core writes its end mark after the thread it woke went on.
     run.end = min(run.end, first_in.start)
     run.duration = run.end - run.start
-
-
-def _is_enqueue(name: str) -> bool:
-    return name.startswith(ENQUEUE_PREFIX) and name.endswith("_") and not name.endswith("wait_")
 
 
 def _insert(chain: list[DraftOp], markers: list[DraftOp]) -> None:

@@ -6,9 +6,7 @@ forward thread → backward thread and back. Waiting is taken out of the duratio
 waited. What a trace does not say (older ones do not name the stream of a wait) is inferred from
 what ended just before, and only as an edge that the measured times obey.
 
-``Meta.contention`` (CPU time of the host's threads during capture: ``main_cpu_ns``, ``main_delay_ns``,
-``others_cpu_ns``, ``wall_ns``) changes no op here: durations are as captured, contention inside. It is
-handed on as ``graph.info["contention"][rank]`` for a cost model.
+``Meta.contention`` changes no op here: durations are as captured, contention inside.
 """
 
 from __future__ import annotations
@@ -25,11 +23,10 @@ from dpro.graph.graph import OpKind
 from dpro.graph.threads import (
     COPY_BACK,
     COPY_IN,
-    ENQUEUE_PREFIX,
     Cuts,
     chain,
-    costly_names,
     host_threads,
+    is_enqueue,
     update_ranges,
 )
 from dpro.trace.model import EventKind, RankTrace
@@ -41,9 +38,7 @@ _TOLERANCE_NS = 2_000
 _QUEUE_DEPTH = 1_000
 
 
-def build_local(
-    trace: RankTrace, begin: int, end: int, rank: int | None = None, own_names: set[str] | None = None
-) -> Local:
+def build_local(trace: RankTrace, begin: int, end: int, rank: int, own_names: set[str]) -> Local:
     """Ops of ``trace`` for the window [begin, end) ns of its own clock.
 
     Host ops belong where they start, device ops where their launch started. Device work launched
@@ -51,10 +46,9 @@ def build_local(
     step which finds the device idle.
 
     Args:
-        rank: number used in names; the trace's own where None.
-        own_names: names that stay ops of their own (:func:`~dpro.graph.threads.costly_names` where None).
+        rank: number used in names.
+        own_names: names that stay ops of their own (:func:`~dpro.graph.threads.costly_names`).
     """
-    rank = max(trace.meta.rank, 0) if rank is None else rank
     threads = host_threads(trace, begin, end)
     main = _main_thread(trace, threads)
     name = f"rank{rank}/{trace.resources[main]}" if main is not None else f"rank{rank}/cpu/main"
@@ -67,7 +61,7 @@ def build_local(
         last=DraftOp("step end", OpKind.LOCAL, name, end, end, 0),
     )
     device, earlier = _device_rows(trace, begin, end)
-    cuts = _cuts(trace, device, costly_names(trace) if own_names is None else own_names)
+    cuts = _cuts(trace, device, own_names)
     for thread, rows in threads.items():
         resource = f"rank{rank}/{trace.resources[thread]}"
         local.chains[resource] = chain(trace, rows, cuts, update_ranges(trace, thread), resource)
@@ -82,7 +76,7 @@ def build_local(
             local.last.after(ops[-1] if ops else local.first)
     _hand_over(local)
     _Device(trace, local, device, earlier).build()
-    add_host_collectives(trace, local, begin, end)
+    add_host_collectives(trace, local)
     host = [op for ops in local.chains.values() for op in ops]
     local.ops = [local.first, *host, *local.ops, local.last]
     for op in local.ops:
@@ -94,7 +88,7 @@ def build_local(
 
 def _cuts(trace: RankTrace, device: list[int], names: set[str]) -> Cuts:
     """Host rows that something hangs on, and those that stay one op with all they hold."""
-    enqueues = [i for i, n in enumerate(trace.names) if n.startswith(ENQUEUE_PREFIX) and n.endswith("_")]
+    enqueues = [i for i, n in enumerate(trace.names) if is_enqueue(n)]
     copies = [i for i, n in enumerate(trace.names) if n in (COPY_BACK, COPY_IN)]
     is_op = trace.kind == EventKind.CPU_OP
     on_device = any(name.startswith("stream/") for name in trace.resources)

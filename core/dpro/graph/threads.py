@@ -58,6 +58,11 @@ class _Piece:
     top: int  # outermost row
 
 
+def is_enqueue(name: str) -> bool:
+    """Whether the op hands a collective to its process group (``c10d::allreduce_``)."""
+    return name.startswith(ENQUEUE_PREFIX) and name.endswith("_") and not name.endswith("wait_")
+
+
 def host_threads(trace: RankTrace, begin: int, end: int) -> dict[int, list[int]]:
     """Host rows that start in [begin, end) by thread (resource index), threads with work only.
 

@@ -111,7 +111,8 @@ class Meta:
     unprofiled_step_ns: list[int] = field(default_factory=list)
     #: measured cost of recording one event, ns, subtracted from host ops by the graph builder
     event_overhead_ns: float = 0.0
-    #: host CPU contention during capture, see graph.local (keys documented there)
+    #: CPU time of the host's threads during capture, ns (empty: not known): ``main_cpu_ns`` the training
+    #: thread ran, ``main_delay_ns`` it was runnable without a core, ``others_cpu_ns`` the others ran, ``wall_ns``
     contention: dict[str, float] = field(default_factory=dict)
     #: anything a reader or adapter wants to keep; JSON values only
     extra: dict[str, Any] = field(default_factory=dict)
