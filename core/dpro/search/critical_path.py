@@ -1,5 +1,7 @@
-"""The search for better settings, in the spirit of dPRO's Algorithm 1: look where the critical path goes
-from computation to communication, propose by theorem and dynamic programming, let the replay decide.
+"""The search for better DDP settings: propose by dynamic programming and dPRO's Theorem 2, let the replay decide.
+
+dPRO's Algorithm 1 walks the critical path for ops worth fusing. Buckets are one chain of few links, so here all
+of them are candidates and no path is followed.
 
 Knows knobs, plans and the pieces of this folder. Deterministic; stops early, with what it has, when its
 time is up; leaves the graph as it found it. It never proposes what the replay does not find faster than
@@ -194,7 +196,7 @@ def _round_cap(cap: float) -> int:
 
 def _search_lists(judge: Judge) -> None:
     n = len(judge.main)
-    if n <= EXHAUSTIVE.bit_length() and 2 ** (n - 1) <= EXHAUSTIVE:
+    if 2 ** (n - 1) <= EXHAUSTIVE:
         for bits in range(2 ** (n - 1)):
             if judge.out_of_time():
                 return
