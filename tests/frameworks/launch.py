@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -33,7 +34,8 @@ class Result:
     """What came of a job, by rank."""
 
     exits: list[int]
-    seconds: list[float]
+    #: when each rank answered or ended, seconds since the epoch
+    ended_at: list[float]
     timed_out: bool
     logs: list[str]
     values: list[Any]
@@ -97,6 +99,8 @@ class _Worker:
         try:
             return self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
             self.process.kill()
             self.process.wait()
             return None
@@ -133,17 +137,16 @@ class Ranks:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         given = QUICK | place | {"GLOO_SOCKET_IFNAME": "lo", "DPRO_RUNS_DIR": str(folder / "runs")} | (env or {})
         workers = self._take(ranks)
-        start = time.monotonic()
-        deadline = start + timeout_s
+        deadline = time.monotonic() + timeout_s
         logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
         for rank, worker in enumerate(workers):
             mine = given | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             worker.send({"target": target, "log": str(logs[rank]), "env": mine, "last": last, "arguments": arguments})
         answers: list[dict[str, Any]] = []
-        seconds: list[float] = []
+        ended_at: list[float] = []
         for worker in workers:
             answers.append(json.loads(worker.answer(deadline) or "{}"))
-            seconds.append(time.monotonic() - start)
+            ended_at.append(time.time())
         exits = [int("value" not in answer) for answer in answers]
         timed_out = False
         if last or any(exits):
@@ -156,7 +159,7 @@ class Ranks:
         else:
             self._idle += workers
         text = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
-        return Result(exits, seconds, timed_out, text, [answer.get("value") for answer in answers], folder)
+        return Result(exits, ended_at, timed_out, text, [answer.get("value") for answer in answers], folder)
 
     def close(self) -> None:
         for worker in self._idle:

@@ -8,9 +8,11 @@ process ends, asks to be the process's last.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -24,6 +26,7 @@ def serve() -> None:
     os.dup2(2, 1)  # nothing a framework prints may get between the answers
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    faulthandler.register(signal.SIGUSR1)  # a job that hangs is asked where
     print("ready", file=answers, flush=True)
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
@@ -44,6 +47,8 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"value": getattr(importlib.import_module(module), function)(**request["arguments"])}
     except Exception:
+        if request["last"]:
+            raise  # the process ends as a script's does
         traceback.print_exc()
         return {"failed": True}
     finally:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dpro.plan import Plan
 from dpro_integrations.torch_ddp import TorchDDPAdapter
-from tests.frameworks.torch_ddp.jobs import batch, bucket_plan, buckets, digest, mlp
+from tests.frameworks.torch_ddp.jobs import batch, bucket_plan, buckets, digest, mlp, settle
 
 _MIB = 1 << 20
 #: One linear layer's gradients are 64 * 64 * 4 + 64 * 4 = 16,640 bytes, 0.0159 MiB.
@@ -123,6 +123,7 @@ class TorchSubject:
         }
 
     def close(self) -> None:
+        settle()
         dist.destroy_process_group()
 
 
