@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from dpro.settings import active
+
 _TARGET = "torch.nn.parallel.distributed"
 
 
@@ -35,7 +37,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             try:
                 _attach(module)
             except Exception as error:  # the job comes first
-                print(f"dpro: stepped aside: {error}", file=sys.stderr, flush=True)
+                _say(error)
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -50,10 +52,14 @@ def _attach(module: ModuleType) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal watch
         construct(self, *args, **kwargs)
-        if watch is None:
-            watch = _Watch(self, restore)
-        elif watch.made is not self:  # it is, when we re-wrap
-            watch.second_model()
+        try:
+            if watch is None:
+                watch = _Watch(self, restore)
+            elif watch.made is not self:  # it is, when we re-wrap
+                watch.second_model()
+        except Exception as error:  # the job comes first
+            restore()
+            _say(error)
 
     def restore() -> None:
         if wrapper.__init__ is __init__:
@@ -83,7 +89,7 @@ class _Watch:
             self._tuner.fail(reason)
         elif not self._over:
             self._stop()
-            self._say(reason)
+            _say(reason)
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         if self._over or (self._optimizer is not None and optimizer is not self._optimizer):
@@ -96,7 +102,7 @@ class _Watch:
                 self._stop()
         except Exception as error:  # the job comes first
             self._stop()
-            self._say(str(error))
+            _say(error)
 
     def _begin(self, optimizer: Any) -> bool:
         """The first optimizer that holds a parameter of the model counts the iterations."""
@@ -124,15 +130,17 @@ class _Watch:
         before_next_forward(self.made, self._handle.remove)  # we may be in that hook just now
         self.made = self._tuner = self._optimizer = None
 
-    @staticmethod
-    def _say(reason: str) -> None:
-        import torch.distributed as dist
 
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"dpro: stepped aside: {reason}", file=sys.stderr, flush=True)
+def _say(reason: str | BaseException) -> None:
+    from dpro_integrations.base import step_aside
+    from dpro_integrations.torch_ddp import job_rank
+
+    step_aside(reason, job_rank())
 
 
-if _TARGET in sys.modules:
+if not active():
+    pass  # the .pth file knows fewer words for "off" than we do
+elif _TARGET in sys.modules:
     _attach(sys.modules[_TARGET])
 else:
     sys.meta_path.insert(0, _Finder())

@@ -1,4 +1,4 @@
-"""What every integration shares: the adapter contract and the one-line log.
+"""What every integration shares: the adapter contract, and how it says that it steps aside.
 
 Nothing here knows a framework. ``tests/frameworks/conformance.py`` is the same contract as tests;
 every adapter runs it.
@@ -7,5 +7,15 @@ every adapter runs it.
 from __future__ import annotations
 
 from dpro.adapter import Adapter, Knob
+from dpro.session import Session
+from dpro.settings import Settings
+from dpro.tuner import describe
 
-__all__ = ["Adapter", "Knob"]
+__all__ = ["Adapter", "Knob", "step_aside"]
+
+
+def step_aside(reason: str | BaseException, rank: int) -> None:
+    """The one line. An error is said by the rank that has it; a reason that all ranks share by rank 0."""
+    alone = isinstance(reason, BaseException)
+    text = describe(reason) if isinstance(reason, BaseException) else reason
+    Session(Settings(), rank).say(f"stepped aside: {text}", everywhere=alone)

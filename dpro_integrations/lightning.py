@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from dpro.errors import DproError
 from dpro.plan import Plan
+from dpro_integrations.base import step_aside
 
 if TYPE_CHECKING:
-    from dpro.tuner import Outcome, Tuner
+    from dpro.outcome import Outcome
+    from dpro.tuner import Tuner
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -51,14 +53,14 @@ class _Tuning:
 
         ddp = trainer.strategy.model
         if type(ddp) is not DistributedDataParallel:
-            self._say(trainer, f"stepped aside: strategy {type(trainer.strategy).__name__} is not DDP")
+            step_aside(f"strategy {type(trainer.strategy).__name__} is not DDP", trainer.global_rank)
             return
         self._trainer = trainer
         self._seen_steps = trainer.global_step
         try:
             self._tuner = make_tuner(ddp, on_done=self._done, plan=self._plan, **self._settings)
         except Exception as error:  # the job comes first
-            self._say(trainer, f"stepped aside: {error}")
+            step_aside(error, trainer.global_rank)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._close()
@@ -90,9 +92,14 @@ class _Tuning:
 
     # -- checkpoints -----------------------------------------------------------------------------
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self._skip()
+
     def state_dict(self) -> dict[str, Any]:
-        kept = self.outcome is not None and self.outcome.verdict.name == "KEPT" and self.outcome.plan is not None
-        return {"plan": self.outcome.plan.dumps()} if kept and self.outcome and self.outcome.plan else {}
+        plan = self._plan  # one that is still to be verified again, or
+        if self.outcome is not None:
+            plan = self.outcome.plan if self.outcome.verdict.name == "KEPT" else None
+        return {"plan": plan.dumps()} if isinstance(plan, Plan) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._plan is None and "plan" in state_dict:
@@ -118,11 +125,6 @@ class _Tuning:
         if trainer is not None and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(outcome.metrics(), step=trainer.global_step)
-
-    @staticmethod
-    def _say(trainer: Any, text: str) -> None:
-        if trainer.is_global_zero:
-            print(f"dpro: {text}", file=sys.stderr, flush=True)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ profiler of his own meanwhile, ours gives way to it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import tempfile
@@ -86,7 +87,8 @@ class Capture:
             path = Path(folder) / f"rank{dist.get_rank()}.json"
             profiler.export_chrome_trace(str(path))
             trace = kineto.read(path)
-        self._to_monotonic(trace, (first + last) // 2)
+        trace.shift(-((first + last) // 2))
+        trace.meta.clock = "monotonic"
         # the range that was open when we stopped belongs to no step
         trace.step_bounds = trace.step_bounds[:steps]
         trace.columns["step"] = np.where(trace.step < steps, trace.step, -1).astype(np.int32)
@@ -95,17 +97,13 @@ class Capture:
         meta.host, meta.framework, meta.source = socket.gethostname(), f"torch {torch.__version__}", "torch_ddp"
         meta.event_overhead_ns = self._event_overhead_ns
         meta.contention = contention
-        meta.extra["ddp"] = {
-            "gradient_as_bucket_view": bool(self._ddp.gradient_as_bucket_view),
-            "batched_grad_copy": bool(getattr(self._ddp, "batched_grad_copy", False)),
-            "backend": str(dist.get_backend(self._ddp.process_group)),
-        }
         trace.tensors = self._tensors()
         return trace
 
     def abort(self) -> None:
-        """Detach, keep nothing."""
-        self._detach()
+        """Detach, keep nothing. Never raises."""
+        with contextlib.suppress(Exception):
+            self._detach()
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -130,18 +128,20 @@ class Capture:
         self._detach()
 
     def _detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        restore, self._restore = self._restore, None
-        if restore is not None:
-            restore()
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            profiler.stop()
+        """Everything off, whatever fails on the way."""
+        with contextlib.ExitStack() as undo:  # runs all of it, last in first out, and raises at the end
+            profiler, self._profiler = self._profiler, None
+            if profiler is not None:
+                undo.callback(profiler.stop)
+            span, self._range = self._range, None
+            if span is not None:
+                undo.callback(span.__exit__, None, None, None)
+            restore, self._restore = self._restore, None
+            if restore is not None:
+                undo.callback(restore)
+            for handle in self._handles:
+                undo.callback(handle.remove)
+            self._handles = []
 
     def _tensors(self) -> list[Tensor]:
         """The gradients in reducer order, with ready order and bucket."""
@@ -160,13 +160,6 @@ class Capture:
             )
             for number, (name, p) in enumerate(reducer_parameters(self._ddp))
         ]
-
-    @staticmethod
-    def _to_monotonic(trace: RankTrace, realtime_minus_monotonic_ns: int) -> None:
-        for key in ("start", "end"):
-            trace.columns[key] = trace.columns[key] - realtime_minus_monotonic_ns
-        trace.step_bounds = trace.step_bounds - realtime_minus_monotonic_ns
-        trace.meta.clock = "monotonic"
 
 
 class HostLoad:
@@ -256,7 +249,10 @@ def _yield_to_user(give_way: Callable[[], None]) -> Callable[[], None]:
     torch.autograd.profiler.profile.__enter__ = enter
 
     def undo() -> None:
-        own.prepare_trace = original
-        torch.autograd.profiler.profile.__enter__ = legacy
+        # somebody may have patched on top of us: his patch then still works, and calls ours
+        if own.prepare_trace is prepare_trace:
+            own.prepare_trace = original
+        if torch.autograd.profiler.profile.__enter__ is enter:
+            torch.autograd.profiler.profile.__enter__ = legacy
 
     return undo

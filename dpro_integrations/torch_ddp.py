@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpro.adapter import Exchange, Knob
 from dpro.errors import DproError, PlanError
+from dpro.outcome import Outcome
 from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
 from dpro.trace.model import RankTrace
-from dpro.tuner import Outcome, Tuner
+from dpro.tuner import Tuner
+from dpro_integrations.base import step_aside
 from dpro_integrations.torch_capture import Capture
 from dpro_integrations.torch_exchange import StoreExchange
 from dpro_integrations.torch_rewrap import HAS_CAP_LIST, arguments, reducer_parameters, rewrap, why_fixed
@@ -44,8 +47,14 @@ def is_tuned(ddp: DistributedDataParallel) -> bool:
 def _close_all() -> None:
     """A job that ends in mid-tuning says so, and lets go of the other ranks."""
     for reference in list(_tuned.values()):
-        if tuner := reference():
+        # a forked child that ends has copies of the tuners, but is no rank
+        if (tuner := reference()) and tuner.owner_pid == os.getpid():
             tuner.close()
+
+
+def job_rank() -> int:
+    """This process's rank; 0 where the job has no process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 class TorchDDPAdapter:
@@ -222,7 +231,7 @@ def autotune(
     try:
         tuner = make_tuner(ddp, on_done=on_done, plan=plan, **settings)
     except Exception as error:  # whatever it is, the job goes on
-        Session(Settings(), dist.get_rank() if dist.is_initialized() else 0).say(f"stepped aside: {error}")
+        step_aside(error, job_rank())
         return ddp, None
     if tuner is not None:
         _follow(tuner, ddp, optimizer)

@@ -48,6 +48,8 @@ def why_fixed(ddp: DistributedDataParallel) -> str:
         return "the python reducer is used"
     if any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
         return "the optimizer runs inside backward"
+    if "init_sync" not in _SIGNATURE:
+        return "this torch's DDP can't be made without sending all parameters again"
     if ddp.find_unused_parameters and not ddp.static_graph:
         return "find_unused_parameters=True (DDP then never groups gradients by their ready order)"
     if ddp._join_config.enable:
@@ -66,7 +68,8 @@ def arguments(ddp: DistributedDataParallel) -> dict[str, Any]:
         given["broadcast_buffers"] = ddp.broadcast_buffers
     if HAS_CAP_LIST and getattr(ddp, "bucket_bytes_cap_list", None):
         given["bucket_cap_mb_list"] = [cap / _MIB for cap in ddp.bucket_bytes_cap_list]
-    elif not getattr(ddp, "bucket_bytes_cap_default", True):
+    # an older torch does not say whether its cap is the default one; the default given again is the same
+    elif not getattr(ddp, "bucket_bytes_cap_default", False):
         given["bucket_cap_mb"] = ddp.bucket_bytes_cap / _MIB
     return given
 
@@ -76,7 +79,11 @@ def rewrap(ddp: DistributedDataParallel, given: dict[str, Any]) -> None:
 
     Must be called between an optimizer step and the next forward. ``init_sync`` is off: the
     parameters are equal on all ranks already, and a broadcast would be a needless message.
+
+    Raises:
+        Exception: what the constructor raised; the wrapper is then as it was, with a reducer of its own.
     """
+    former = arguments(ddp)
     before = dict(ddp.__dict__)
     ddp.reducer._remove_autograd_hooks()
     # one set of buckets in memory at a time: the old one goes before the new one comes
@@ -84,7 +91,16 @@ def rewrap(ddp: DistributedDataParallel, given: dict[str, Any]) -> None:
         del ddp.__dict__[key]
         before.pop(key)
     gc.collect()
-    module = ddp.module
+    try:
+        _construct(ddp, before, given)
+    except BaseException:
+        _construct(ddp, before, former)
+        raise
+
+
+def _construct(ddp: DistributedDataParallel, before: dict[str, Any], given: dict[str, Any]) -> None:
+    """The stock constructor, and then everything that was on the wrapper ``before``."""
+    module = before["_modules"]["module"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         DistributedDataParallel.__init__(ddp, module, init_sync=False, **given)

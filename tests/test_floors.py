@@ -25,7 +25,7 @@ FLOORS: list[set[str]] = [
     {"cost", "replay"},
     {"passes"},
     {"report", "search"},
-    {"tuner", "planning", "session"},  # planning and session are pieces of the tuner
+    {"tuner", "planning", "session", "outcome"},  # planning and session are pieces of the tuner
     {"cli", "__main__", "dpro_integrations"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

@@ -7,6 +7,8 @@ import io
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dpro.adapter import Knob
 from dpro.errors import TraceError
 from dpro.plan import Plan
@@ -34,14 +36,32 @@ class Planned:
     unprofiled_ms: list[float]
     #: replayed step time of the captured settings, ms
     replayed_ms: float
-    capture_overhead_pct: float
+    capture_overhead_pct: float | None
     #: (name for people, plan with ``predicted_ms``), best first
     plans: list[tuple[str, Plan]] = field(default_factory=list)
+    #: why there are no plans, if there are none
+    why_none: str = "no plan is predicted to be faster than your settings"
     evaluations: int = 0
     search_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
     graph: Graph | None = None
     replay: Replay | None = None
+
+
+def without_steps(trace: RankTrace, steps: list[int]) -> RankTrace:
+    """``trace`` less some of its steps, whose events then belong to none.
+
+    Raises:
+        RuntimeError: no step would be left.
+    """
+    kept = np.setdiff1d(np.arange(trace.steps), steps)
+    if not len(kept):
+        raise RuntimeError("every captured step was interrupted (validation, a checkpoint)")
+    number = np.full(trace.steps + 1, -1, dtype=np.int32)  # the last entry is for "no step", -1
+    number[kept] = np.arange(len(kept), dtype=np.int32)
+    trace.columns["step"] = number[trace.step]
+    trace.step_bounds = trace.step_bounds[kept]
+    return trace
 
 
 def pack_trace(trace: RankTrace) -> bytes:
@@ -65,28 +85,34 @@ def make_plans(
 
     traces = [RankTrace.load(io.BytesIO(blob)) for blob in blobs]
     session.keep_traces({trace.meta.rank: blob for trace, blob in zip(traces, blobs, strict=True)})
-    unprofiled = slowest_rank([trace.meta.unprofiled_step_ns for trace in traces])
-    profiled = slowest_rank([trace.meta.extra["profiled_step_ns"] for trace in traces])
+    unprofiled_ms = slowest_rank([trace.meta.unprofiled_step_ns for trace in traces]) / 1e6
+    profiled_ms = slowest_rank([trace.meta.extra["profiled_step_ns"] for trace in traces]) / 1e6
+    measured_ms, overhead_pct = timing(unprofiled_ms).median_ms, None
+    if measured_ms and len(profiled_ms):
+        overhead_pct = 100 * (timing(profiled_ms).median_ms / measured_ms - 1)
     graph = assemble(traces)
     played = replay(graph)
     planned = Planned(
-        unprofiled_ms=[float(ms) for ms in unprofiled],
+        unprofiled_ms=unprofiled_ms.tolist(),
         replayed_ms=played.makespan_ns / 1e6,
-        capture_overhead_pct=100 * (timing(profiled).median_ms / max(timing(unprofiled).median_ms, 1e-9) - 1),
-        warnings=list(dict.fromkeys([*graph.warnings, *(w for trace in traces for w in trace.warnings)])),
+        capture_overhead_pct=overhead_pct,
+        warnings=list(dict.fromkeys(graph.warnings)),
         graph=graph,
         replay=played,
     )
-    if not knobs:
+    if not knobs or settings.mode == "observe":
         return planned
-    steps = assemble_steps(traces)
+    if not measured_ms:
+        planned.why_none = "no step could be timed before capture"
+        return planned
     contention = [trace.meta.contention for trace in traces]
     with contextlib.suppress(ValueError):  # nothing to fit to: the search says so
-        graph.info["sync"] = fit_buckets(steps, contention=contention, steps=min(t.steps for t in traces))
+        steps = min(trace.steps for trace in traces)
+        graph.info["sync"] = fit_buckets(assemble_steps(traces), contention=contention, steps=steps)
     # The replay's own clock may run a little fast or slow; what it says of two plans is their ratio.
-    measured_ms = timing(unprofiled).median_ms
     for model in _beliefs(graph):
-        graph.info["sync"] = model
+        if model is not None:
+            graph.info["sync"] = model
         budget_s = max(0.0, settings.search_s - planned.search_s)
         found = optimize(graph, knobs=knobs, fingerprint=fingerprint, time_budget_s=budget_s, top=settings.trials)
         planned.evaluations += found.evaluations
@@ -97,6 +123,8 @@ def make_plans(
         fresh = [named for named in plans if named[1].settings() not in known]
         # one trial is for the second belief, where it has a plan of its own
         planned.plans = [*planned.plans[: settings.trials - bool(fresh)], *fresh][: settings.trials]
+    if found.evaluations <= 1:
+        planned.why_none = found.stopped  # there was nothing to search
     return planned
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpro.errors import TraceError
+from dpro.outcome import Outcome, Verdict
 from dpro.settings import Settings
 from dpro.trace.store import RunFolder
 from dpro.verdict import timing
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dpro.report.table import ArmRow
-    from dpro.tuner import Outcome
 
 
 class Session:
@@ -58,7 +58,7 @@ class Session:
 
     def conclude(self, outcome: Outcome, everywhere: bool) -> None:
         """The last word: a line if nothing was measured, else the table and the files."""
-        if outcome.verdict.name == "STEPPED_ASIDE":
+        if outcome.verdict is Verdict.STEPPED_ASIDE:
             self.say(f"stepped aside: {outcome.reason}", everywhere)
         if self._rank != 0 or outcome.baseline_ms is None:
             return
@@ -105,7 +105,7 @@ def outcome_rows(outcome: Outcome) -> list[ArmRow]:
     from dpro.report.table import ArmRow
 
     base_ms = outcome.baseline_ms or 0.0
-    in_force = outcome.plan if outcome.verdict.name == "KEPT" else None
+    in_force = outcome.plan if outcome.verdict is Verdict.KEPT else None
     rows = []
     for arm in outcome.arms:
         timed = timing(arm.times_ms())
@@ -131,7 +131,7 @@ def outcome_table(outcome: Outcome) -> Table:
     from dpro.report.table import verdict_table
 
     notes = [outcome.reason]
-    if outcome.replayed_ms and outcome.planned:
+    if outcome.replayed_ms and outcome.planned and outcome.planned.unprofiled_ms:
         error = 100 * (outcome.replayed_ms / timing(outcome.planned.unprofiled_ms).median_ms - 1)
         notes.append(f"replay of your settings {error:+.1f} % of the time measured before capture")
     if outcome.predicted_ms and outcome.measured_ms:

@@ -13,19 +13,20 @@ resumed at every optimizer step, so they read top to bottom. Two rules keep the 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from dpro.adapter import Adapter, RankLeft
 from dpro.errors import DproError, PlanError
+from dpro.outcome import Arm, Outcome, Verdict
 from dpro.plan import Plan
-from dpro.planning import Planned, make_plans, pack_trace
+from dpro.planning import Planned, make_plans, pack_trace, without_steps
 from dpro.session import Session
 from dpro.settings import Settings
-from dpro.verdict import Comparison, Window, compare, timing
+from dpro.verdict import Comparison, Window, compare, slowest_rank, timing
 
 #: Turns of plan and baseline before the verdict, where the machine is noisy.
 _MOST_ROUNDS = 3
@@ -39,58 +40,6 @@ class State(Enum):
     APPLY = "apply"
     VERIFY = "verify"
     DONE = "done"
-
-
-class Verdict(Enum):
-    KEPT = "KEPT"
-    ROLLED_BACK = "ROLLED BACK"
-    NO_BETTER_PLAN = "NO BETTER PLAN"
-    OBSERVED = "OBSERVED"
-    SUGGESTED = "SUGGESTED"
-    STEPPED_ASIDE = "STEPPED ASIDE"
-
-
-@dataclass
-class Arm:
-    """One configuration measured in the job; ``plan`` is None for the user's own settings."""
-
-    plan: Plan | None
-    name: str
-    predicted_ms: float | None = None
-    windows: list[Window] = field(default_factory=list)
-
-    def times_ms(self) -> list[float]:
-        return [ms for window in self.windows for ms in window.times_ms]
-
-
-@dataclass
-class Outcome:
-    """What came of it. Times are ms per optimizer step of the slowest rank; None = not reached."""
-
-    verdict: Verdict
-    reason: str
-    steps: int
-    baseline_ms: float | None = None
-    replayed_ms: float | None = None
-    predicted_ms: float | None = None
-    measured_ms: float | None = None
-    capture_overhead_pct: float | None = None
-    comparison: Comparison | None = None
-    plan: Plan | None = None
-    arms: list[Arm] = field(default_factory=list)
-    planned: Planned | None = None
-
-    def metrics(self) -> dict[str, float]:
-        """The figures that exist, for a metrics logger."""
-        named = {
-            "dpro/baseline_ms": self.baseline_ms,
-            "dpro/replayed_ms": self.replayed_ms,
-            "dpro/predicted_ms": self.predicted_ms,
-            "dpro/measured_ms": self.measured_ms,
-            "dpro/capture_overhead_pct": self.capture_overhead_pct,
-            "dpro/kept": float(self.verdict is Verdict.KEPT),
-        }
-        return {key: float(value) for key, value in named.items() if value is not None}
 
 
 class _StepAside(Exception):
@@ -130,6 +79,7 @@ class Tuner:
         self.state = State.WARMUP
         self.outcome: Outcome | None = None
         self.steps = 0
+        self.owner_pid = os.getpid()
         self._given = plan
         self._on_done = on_done
         self._clock = clock
@@ -144,6 +94,7 @@ class Tuner:
         self._baseline = Arm(None, "your settings")
         self._outcome = Outcome(Verdict.STEPPED_ASIDE, "", 0, arms=[self._baseline])
         self._last: int | None = None
+        self._skipped = False
         self._life: _Steps | None = self._live()
         next(self._life)
 
@@ -165,6 +116,7 @@ class Tuner:
     def skip(self) -> None:
         """Time since the last step was not training (validation, a checkpoint): do not count it."""
         self._last = None
+        self._skipped = True
 
     def fail(self, reason: str) -> None:
         """Something went wrong outside :meth:`step`: all ranks step aside at the next meeting."""
@@ -221,8 +173,7 @@ class Tuner:
             self._end(Verdict.OBSERVED, "mode is observe")
             return
         if not arms:
-            why = self.adapter.why_not()
-            self._end(Verdict.NO_BETTER_PLAN, why or "no plan is predicted to be faster than your settings")
+            self._end(Verdict.NO_BETTER_PLAN, self.adapter.why_not() or decision["why"])
             return
         self._outcome.plan, self._outcome.predicted_ms = arms[0].plan, arms[0].predicted_ms
         if settings.mode == "suggest":
@@ -233,18 +184,26 @@ class Tuner:
         for arm in arms:
             say(f"trying {arm.name}" + (f", predicted {arm.predicted_ms:.1f} ms/step" if arm.predicted_ms else ""))
             yield from self._measure(arm)
-        best = min(arms, key=lambda arm: timing(arm.times_ms()).median_ms)
+        timed = [arm for arm in arms if arm.times_ms()]
+        if not timed:
+            self._switch(None)
+            self._end(Verdict.ROLLED_BACK, "no step under a plan could be timed; your settings are back")
+            return
+        best = min(timed, key=lambda arm: timing(arm.times_ms()).median_ms)
         yield from self._measure(self._baseline)
+        # the window that made it the best of several was a lucky one: it is no evidence
+        luck = len(timed) > 1
         for _ in range(_MOST_ROUNDS):
             yield from self._measure(best)
             yield from self._measure(self._baseline)
-            outcome = self._outcome.comparison = compare(self._baseline.windows, best.windows, settings.min_gain)
+            outcome = compare(self._baseline.windows, best.windows[luck:], settings.min_gain)
             if outcome.faster or outcome.ratio > 1 - settings.min_gain:
                 break  # clear enough either way; else the machine was too noisy to tell: once more
         self._conclude(best, outcome)
 
     def _conclude(self, best: Arm, comparison: Comparison) -> None:
         outcome = self._outcome
+        outcome.comparison = comparison
         outcome.baseline_ms = timing(self._baseline.times_ms()).median_ms
         outcome.measured_ms = timing(best.times_ms()).median_ms
         outcome.plan, outcome.predicted_ms = best.plan, best.predicted_ms
@@ -261,15 +220,20 @@ class Tuner:
         steps = self.settings.capture_steps
         self._session.say(f"profiling steps {self.steps + 1} to {self.steps + steps} of {self._rank_count()} ranks")
         times: list[int] = []
+        interrupted: list[int] = []
         self._guard(self.adapter.start_capture)
         self._last = None
-        for _ in range(steps):
+        for step in range(steps):
             before = self._clock()
+            self._skipped = False
             yield from self._one_step()
-            times.append(self._clock() - before)
+            if self._skipped:
+                interrupted.append(step)
+            else:
+                times.append(self._clock() - before)
             if not self._failure:
                 self._guard(self.adapter.mark_step)
-        trace = None if self._failure else self._guard(self.adapter.stop_capture)
+        trace = None if self._failure else self._guard(lambda: without_steps(self.adapter.stop_capture(), interrupted))
         if trace is None:
             self.adapter.abort_capture()
             return b""
@@ -291,13 +255,13 @@ class Tuner:
             {"plan": plan.dumps(), "name": name, "predicted_ms": plan.predicted_ms}
             for name, plan in planned.plans[:limit]
         ]
-        return {"plans": plans, "ms": planned.unprofiled_ms}
+        return {"plans": plans, "ms": planned.unprofiled_ms, "why": planned.why_none}
 
     @staticmethod
     def _same_offer(plan: Plan, blobs: list[bytes]) -> dict[str, Any]:
         same_plan(blobs)
         offer = {"plan": plan.dumps(), "name": "given plan", "predicted_ms": plan.predicted_ms}
-        return {"plans": [offer], "ms": merge([json.loads(blob)["ms"] for blob in blobs])}
+        return {"plans": [offer], "ms": slowest_rank([json.loads(blob)["ms"] for blob in blobs]).tolist()}
 
     def _measure(self, arm: Arm) -> _Steps:
         """Put ``arm`` in force and time a window of it; every rank gets the slowest rank's times."""
@@ -305,7 +269,7 @@ class Tuner:
         yield from self._pass(self.settings.settle_steps)
         self.state = State.VERIFY
         own = yield from self._timed(self.settings.verify_steps)
-        met = self._meet("times", json.dumps(own).encode(), lambda blobs: {"ms": merge([json.loads(b) for b in blobs])})
+        met = self._meet("times", json.dumps(own).encode(), slowest_of_each_step)
         arm.windows.append(Window(self.steps - self.settings.verify_steps / 2, met["ms"]))
 
     def _switch(self, plan: Plan | None) -> None:
@@ -422,9 +386,9 @@ class Tuner:
         return self.adapter.exchange.world_size
 
 
-def merge(times_ms: list[list[float]]) -> list[float]:
-    """Per step the slowest rank's ms; ``times_ms`` is [ranks][steps], cut to the shortest."""
-    return [max(step) for step in zip(*times_ms, strict=False)]
+def slowest_of_each_step(blobs: list[bytes]) -> dict[str, Any]:
+    """The slowest rank's ms per step, from every rank's JSON list."""
+    return {"ms": slowest_rank([json.loads(blob) for blob in blobs]).tolist()}
 
 
 def same_plan(blobs: list[bytes]) -> dict[str, Any]:

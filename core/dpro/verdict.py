@@ -35,13 +35,13 @@ class Window:
     times_ms: Sequence[float]
 
 
-def slowest_rank(times_ns: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
-    """Per step the slowest rank's time, ms. ``times_ns`` is [ranks][steps]; cut to the shortest."""
-    steps = min((len(row) for row in times_ns), default=0)
+def slowest_rank(times: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
+    """Per step the slowest rank's time. ``times`` is [ranks][steps], in any unit; cut to the shortest."""
+    steps = min((len(row) for row in times), default=0)
     if not steps:
         return np.zeros(0)
-    slowest: npt.NDArray[np.float64] = np.asarray([row[:steps] for row in times_ns], dtype=np.float64).max(axis=0)
-    return slowest / 1e6
+    slowest: npt.NDArray[np.float64] = np.max([row[:steps] for row in times], axis=0)
+    return slowest
 
 
 def timing(times_ms: npt.ArrayLike) -> Timing:

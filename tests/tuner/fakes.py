@@ -90,11 +90,13 @@ class MemoryExchange:
             return found
 
 
-def fake_trace(rank: int) -> RankTrace:
-    """One step with one op of 1 ms."""
+def fake_trace(rank: int, steps: int = 1) -> RankTrace:
+    """Steps of 1 ms with one op each."""
     builder = TraceBuilder(Meta(rank=rank))
-    builder.add("op", EventKind.CPU_OP, "main", 0, 1_000_000)
-    return builder.freeze([(0, 1_000_000)])
+    bounds = [(k * 1_000_000, (k + 1) * 1_000_000) for k in range(steps)]
+    for start, end in bounds:
+        builder.add("op", EventKind.CPU_OP, "main", start, end)
+    return builder.freeze(bounds)
 
 
 class FakeAdapter:
@@ -137,7 +139,7 @@ class FakeAdapter:
     def stop_capture(self) -> RankTrace:
         self._called("stop_capture")
         self.capturing = False
-        return fake_trace(self.exchange.rank)
+        return fake_trace(self.exchange.rank, steps=2)
 
     def abort_capture(self) -> None:
         self.calls.append("abort_capture")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import pytest
 
 from dpro.errors import PlanError
 from dpro.plan import Plan
-from dpro.tuner import Arm, Outcome, State, Verdict, merge, same_plan
+from dpro.planning import Planned
+from dpro.trace.model import RankTrace
+from dpro.tuner import Arm, Outcome, State, Verdict, same_plan
 from dpro.verdict import Window
 from tests.tuner.fakes import QUICK, Job, Rank, plan, planner
 
@@ -169,8 +172,38 @@ def test_skipped_steps_are_not_timed() -> None:
     assert [len(w.times_ms) for arm in outcome.arms for w in arm.windows] == [4, 4, 4, 3, 4]
 
 
+def test_captured_steps_that_were_interrupted_are_left_out() -> None:
+    """Steps 8 and 9 are captured; a validation runs within the second."""
+    seen: list[RankTrace] = []
+
+    def plans(blobs: list[bytes], *rest: object) -> Planned:
+        seen.extend(RankTrace.load(io.BytesIO(blob)) for blob in blobs)
+        return planner(FAST)(blobs, *rest)
+
+    def validate(rank: Rank) -> None:
+        if rank.steps == 8:
+            rank.clock_ns += 1_000_000_000
+            rank.tuner.skip()
+
+    assert alike(Job(by_plan, plans=plans, after_step=validate).run()).verdict is Verdict.KEPT
+    for rank, trace in enumerate(seen):
+        assert trace.step_bounds.tolist() == [[0, 1_000_000]]
+        assert trace.step.tolist() == [0, -1]
+        assert trace.meta.extra["profiled_step_ns"] == [round((10 - 0.5 * rank) * 1e6)]
+
+
+def test_a_capture_with_no_step_left_is_given_up() -> None:
+    def validate(rank: Rank) -> None:
+        if rank.steps in (7, 8):
+            rank.tuner.skip()
+
+    outcome = alike(Job(by_plan, plans=planner(FAST), after_step=validate).run())
+    assert outcome.verdict is Verdict.STEPPED_ASIDE
+    assert "every captured step was interrupted" in outcome.reason
+
+
 def test_a_job_that_validates_after_every_step_keeps_nothing() -> None:
-    outcome = alike(Job(by_plan, plans=planner(FAST), after_step=lambda rank: rank.tuner.skip()).run())
+    outcome = alike(Job(by_plan, given=lambda rank: FAST, after_step=lambda rank: rank.tuner.skip()).run())
     assert outcome.verdict is Verdict.ROLLED_BACK
 
 
@@ -195,11 +228,6 @@ def test_closing_twice_and_stepping_on_after_the_end_is_harmless() -> None:
     ranks[0].tuner.step()
     ranks[0].tuner.skip()
     assert ranks[0].tuner.outcome is before
-
-
-def test_merge_takes_the_slowest_rank_up_to_the_shortest() -> None:
-    assert merge([[1.0, 5.0, 7.0], [2.0, 4.0]]) == [2.0, 5.0]
-    assert merge([[1.0], []]) == []
 
 
 def test_same_plan_names_the_rank_and_compares_parameters() -> None:

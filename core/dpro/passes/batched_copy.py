@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dpro.adapter import Knob
 from dpro.cost.sync import fit
 from dpro.graph.graph import Graph
+from dpro.graph.threads import COPY_IN
 from dpro.passes.tensor_fusion import Grouping, captured, ready_order
 
 #: A copy of all gradients of a bucket, then a division of the bucket.
@@ -30,7 +31,8 @@ class BatchedCopy:
 
     def legal(self, graph: Graph, candidate: Grouping) -> bool:
         """Whether every gradient has a copy to save, on every rank."""
-        return bool(candidate) and bool(_copies(graph))
+        duration = graph.column("duration")
+        return bool(candidate) and any(duration[op] > 0 for copies in _copies(graph) for op in copies.values())
 
     def apply(self, graph: Graph, candidate: Grouping) -> int:
         """Move each bucket's copies to its last gradient; returns the mark that undoes it."""
@@ -62,7 +64,7 @@ def _copies(graph: Graph) -> list[dict[int, int]]:
     """Per rank, tensor -> its copy op, in ready order; [] if a gradient has none (or copies are batched already)."""
     order = ready_order(graph)
     found: dict[int, list[int]] = {}
-    kind_of = [name.endswith("reducer::mul_out") for name in graph.name_table]
+    kind_of = [name == COPY_IN for name in graph.name_table]
     alive, names, rank = graph.column("alive"), graph.column("name"), graph.column("rank")
     for op in range(len(names)):
         if kind_of[names[op]] and alive[op]:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from dpro.adapter import Knob
 from dpro.graph.graph import Graph
-
-_COPY = "copy_bucket_to_grad"
+from dpro.graph.threads import COPY_BACK
 
 
 class BucketView:
@@ -42,4 +41,4 @@ class BucketView:
 
 
 def _copies(graph: Graph) -> list[int]:
-    return sorted({op for op in graph.in_op.values() if graph.name_of(op).endswith(_COPY)})
+    return sorted({op for op in graph.in_op.values() if graph.name_of(op) == COPY_BACK})

@@ -1,0 +1,65 @@
+"""What came of the tuning of one job: the verdict, what was measured, and the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from dpro.plan import Plan
+from dpro.verdict import Comparison, Window
+
+if TYPE_CHECKING:
+    from dpro.planning import Planned
+
+
+class Verdict(Enum):
+    KEPT = "KEPT"
+    ROLLED_BACK = "ROLLED BACK"
+    NO_BETTER_PLAN = "NO BETTER PLAN"
+    OBSERVED = "OBSERVED"
+    SUGGESTED = "SUGGESTED"
+    STEPPED_ASIDE = "STEPPED ASIDE"
+
+
+@dataclass
+class Arm:
+    """One configuration measured in the job; ``plan`` is None for the user's own settings."""
+
+    plan: Plan | None
+    name: str
+    predicted_ms: float | None = None
+    windows: list[Window] = field(default_factory=list)
+
+    def times_ms(self) -> list[float]:
+        return [ms for window in self.windows for ms in window.times_ms]
+
+
+@dataclass
+class Outcome:
+    """What came of it. Times are ms per optimizer step of the slowest rank; None = not reached."""
+
+    verdict: Verdict
+    reason: str
+    steps: int
+    baseline_ms: float | None = None
+    replayed_ms: float | None = None
+    predicted_ms: float | None = None
+    measured_ms: float | None = None
+    capture_overhead_pct: float | None = None
+    comparison: Comparison | None = None
+    plan: Plan | None = None
+    arms: list[Arm] = field(default_factory=list)
+    planned: Planned | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """The figures that exist, for a metrics logger."""
+        named = {
+            "dpro/baseline_ms": self.baseline_ms,
+            "dpro/replayed_ms": self.replayed_ms,
+            "dpro/predicted_ms": self.predicted_ms,
+            "dpro/measured_ms": self.measured_ms,
+            "dpro/capture_overhead_pct": self.capture_overhead_pct,
+            "dpro/kept": float(self.verdict is Verdict.KEPT),
+        }
+        return {key: float(value) for key, value in named.items() if value is not None}
