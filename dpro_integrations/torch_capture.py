@@ -97,6 +97,8 @@ class Capture:
         meta.host, meta.framework, meta.source = socket.gethostname(), f"torch {torch.__version__}", "torch_ddp"
         meta.event_overhead_ns = self._event_overhead_ns
         meta.contention = contention
+        if not hasattr(self._ddp, "bucket_bytes_cap_default"):
+            meta.extra["graph_info"] = {"ddp_first_bucket_bytes": dist._DEFAULT_FIRST_BUCKET_BYTES}
         trace.tensors = self._tensors()
         return trace
 

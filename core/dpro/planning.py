@@ -100,6 +100,7 @@ def make_plans(
         graph=graph,
         replay=played,
     )
+    graph.info.update(traces[0].meta.extra.get("graph_info", {}))
     if not knobs or settings.mode == "observe":
         return planned
     if not measured_ms:

@@ -63,9 +63,9 @@ def test_one_size_assumes_five_percent_latency_and_says_so() -> None:
     assert model.trust == "assumed"
 
 
-def test_two_sizes_are_weak_and_a_probe_makes_it_good() -> None:
+def test_two_sizes_are_weak_and_a_third_makes_it_good() -> None:
     assert fit([1_000, 2_000], [1_500, 2_500]).trust == "weak"
-    model = fit([1_000, 2_000], [1_500, 2_500], probe_nbytes=[10], probe_duration_ns=[510])
+    model = fit([1_000, 2_000, 10], [1_500, 2_500, 510])
     assert (model.latency_ns, model.ns_per_byte, model.trust) == (pytest.approx(500), pytest.approx(1), "good")
 
 
@@ -101,9 +101,9 @@ def test_buckets_of_a_graph() -> None:
         {"main_delay_ns": 28e6, "others_cpu_ns": 99e6},
         {"main_delay_ns": 99e6, "others_cpu_ns": 42e6},
     ]
-    model = fit_buckets([graph], contention=contention, steps=5, probes=[(8, 100_016)])
+    model = fit_buckets([graph], contention=contention, steps=5)
     assert model.steal_ns_per_byte == pytest.approx(35e6 / 70e6)
-    assert (model.distinct_sizes, model.trust) == (4, "good")
+    assert (model.distinct_sizes, model.trust) == (3, "good")
 
 
 def test_buckets_back_to_back_count_together() -> None:

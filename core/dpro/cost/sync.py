@@ -66,14 +66,11 @@ def fit(
     nbytes: Sequence[float] | npt.NDArray[Any],
     duration_ns: Sequence[float] | npt.NDArray[Any],
     *,
-    probe_nbytes: Sequence[float] | npt.NDArray[Any] = (),
-    probe_duration_ns: Sequence[float] | npt.NDArray[Any] = (),
     steal_ns_per_byte: float = 0.0,
 ) -> SyncModel:
     """Fit a line to transfers: constrained least absolute *relative* deviation.
 
-    ``nbytes[i]`` bytes took ``duration_ns[i]``: the transfer alone, arrival wait excluded. Probes (the same
-    two columns, measured on purpose at other sizes) count like captured collectives. Relative, because
+    ``nbytes[i]`` bytes took ``duration_ns[i]``: the transfer alone, arrival wait excluded. Relative, because
     noise grows with size and the latency is pinned by the small ones; absolute, because a transfer that met
     a stall says nothing about the others. A least-absolute line under a, b >= 0 passes through two points,
     or through one with a = 0 or b = 0: all such lines through the medians of the distinct sizes are tried,
@@ -82,8 +79,7 @@ def fit(
     Raises:
         ValueError: lengths differ, or no observation has a positive size and duration.
     """
-    size = np.concatenate([np.asarray(nbytes, np.float64), np.asarray(probe_nbytes, np.float64)])
-    time = np.concatenate([np.asarray(duration_ns, np.float64), np.asarray(probe_duration_ns, np.float64)])
+    size, time = np.asarray(nbytes, np.float64), np.asarray(duration_ns, np.float64)
     if size.shape != time.shape:
         raise ValueError(f"{len(size)} sizes but {len(time)} durations")
     good = np.isfinite(size) & np.isfinite(time) & (size > 0) & (time > 0)
@@ -113,13 +109,11 @@ def fit_buckets(
     *,
     contention: Sequence[Mapping[str, float]] = (),
     steps: int = 1,
-    probes: Sequence[tuple[int, float]] = (),
 ) -> SyncModel:
     """Fit to the buckets of captured graphs (one per step, or one average; all of one job).
 
     ``contention``: every rank's ``RankTrace.meta.contention``, sums over the ``steps`` captured steps; from
-    it comes :attr:`SyncModel.steal_ns_per_byte` (:func:`steal`). ``probes``: further (bytes, ns) measured on
-    purpose; a few tiny ones pin the latency, which buckets of many MiB leave open.
+    it comes :attr:`SyncModel.steal_ns_per_byte` (:func:`steal`).
 
     Where several buckets are in flight, who of them got how much of the channel is noise (two gloo threads
     share one link), but the time they took together is not: buckets that ran back to back are taken
@@ -139,8 +133,6 @@ def fit_buckets(
     return fit(
         sizes,
         times,
-        probe_nbytes=[nbytes for nbytes, _ in probes],
-        probe_duration_ns=[ns for _, ns in probes],
         steal_ns_per_byte=steal(contention, steps * step_bytes),
     )
 
