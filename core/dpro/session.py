@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,7 @@ class Session:
         report, timeline = folder.report_file, folder.timeline_file
         report.write_text(text)
         facts: dict[str, Any] = {"verdict": outcome.verdict.value, "reason": outcome.reason, **outcome.metrics()}
+        facts["rows"] = [asdict(row) for row in outcome_rows(outcome)]
         facts["arms"] = [
             {"name": arm.name, "predicted_ms": arm.predicted_ms, "times_ms": arm.times_ms()} for arm in outcome.arms
         ]

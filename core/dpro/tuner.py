@@ -372,6 +372,8 @@ class Tuner:
         outcome.verdict, outcome.reason, outcome.steps = verdict, reason, self.steps
         self.outcome = outcome
         quietly(lambda: self._session.conclude(outcome, everywhere))
+        if outcome.planned is not None:  # megabytes that the job need not carry on
+            outcome.planned.graph = outcome.planned.replay = None
         if self._on_done is not None:
             done = self._on_done
             quietly(lambda: done(outcome))

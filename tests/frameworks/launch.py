@@ -180,7 +180,7 @@ class Ranks:
 def torchrun(script: Path, folder: Path, *, timeout_s: float = 90.0, **env: str) -> subprocess.CompletedProcess[str]:
     """An unchanged script under the real launcher, with the real activation by environment."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    given = clean_environment(**QUICK, DPRO_RUNS_DIR=str(folder / "runs"), **env)
+    given = clean_environment(**(QUICK | {"DPRO_RUNS_DIR": str(folder / "runs"), "GLOO_SOCKET_IFNAME": "lo"} | env))
     process = subprocess.Popen(
         command, cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

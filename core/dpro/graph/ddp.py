@@ -31,7 +31,7 @@ def add_gradients(trace: RankTrace, local: Local, rows: list[int]) -> None:
     Args:
         rows: host rows of the main thread in the window.
     """
-    if any(name.startswith("stream/") for name in trace.resources):
+    if trace.streams:
         return
     names = trace.names
     ready: dict[int, list[int]] = {}
@@ -139,8 +139,8 @@ def add_host_collectives(trace: RankTrace, local: Local) -> None:
 
     The i-th call that enqueues one is the i-th run of that kind, by start.
     """
-    threads = [i for i, name in enumerate(trace.resources) if not name.startswith("stream/")]
-    mine = (trace.kind == EventKind.COLLECTIVE) & np.isin(trace.resource, threads) & (trace.start >= local.begin)
+    on_host = np.isin(trace.resource, trace.streams, invert=True)
+    mine = (trace.kind == EventKind.COLLECTIVE) & on_host & (trace.start >= local.begin)
     runs: dict[str, list[int]] = {}
     for row in np.flatnonzero(mine).tolist():
         runs.setdefault(trace.collectives[row].name.replace("_", ""), []).append(row)

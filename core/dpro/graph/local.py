@@ -91,9 +91,8 @@ def _cuts(trace: RankTrace, device: list[int], names: set[str]) -> Cuts:
     enqueues = [i for i, n in enumerate(trace.names) if is_enqueue(n)]
     copies = [i for i, n in enumerate(trace.names) if n in (COPY_BACK, COPY_IN)]
     is_op = trace.kind == EventKind.CPU_OP
-    on_device = any(name.startswith("stream/") for name in trace.resources)
     # On the host alone an enqueued collective or a copy to or from a bucket is one thing; beside a device they launch.
-    whole = np.zeros(len(trace), "?") if on_device else is_op & np.isin(trace.name, [*enqueues, *copies])
+    whole = np.zeros(len(trace), "?") if trace.streams else is_op & np.isin(trace.name, [*enqueues, *copies])
     cut = is_op & np.isin(trace.name, enqueues)
     cut |= np.isin(trace.kind, (EventKind.SYNC, EventKind.EVENT_RECORD, EventKind.STREAM_WAIT))
     cut |= (trace.kind == EventKind.RUNTIME) & (trace.flow >= 0) & np.isin(trace.flow, trace.flow[device])

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from dpro.graph.draft import DraftOp
 from dpro.graph.graph import OpKind
-from dpro.trace.model import EventKind, RankTrace
+from dpro.trace.model import DEVICE_KINDS, EventKind, RankTrace
 
 #: Framework ops that take at least this long stay ops of their own, so that what-ifs by name reach them.
 _OWN_OP_NS = 20_000
@@ -71,7 +71,7 @@ def host_threads(trace: RankTrace, begin: int, end: int) -> dict[int, list[int]]
     """
     inside = np.isin(trace.kind, _HOST_KINDS) & (trace.start >= begin) & (trace.start < end)
     rows = np.flatnonzero(inside)
-    device = np.isin(trace.kind, (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE)) & (trace.flow >= 0)
+    device = np.isin(trace.kind, DEVICE_KINDS) & (trace.flow >= 0)
     launches = np.isin(trace.flow, trace.flow[device]) & (trace.kind == EventKind.RUNTIME)
     works = (trace.kind == EventKind.CPU_OP) | launches
     out: dict[int, list[int]] = {}

@@ -18,7 +18,7 @@ def ddp_default(graph: Graph) -> Grouping:
 def ddp_uniform(graph: Graph, cap_bytes: int) -> Grouping:
     """PyTorch DDP with ``bucket_cap_mb = cap_bytes / 2**20``.
 
-    ``graph.info["ddp_first_bucket_bytes"]`` is there where an older torch keeps its first bucket of 1 MiB whatever the cap.
+    ``graph.info["ddp_first_bucket_bytes"]`` is there where an older torch keeps a first bucket of its own.
     """
     first = graph.info.get("ddp_first_bucket_bytes")
     return ddp_grouping(graph, limits_bytes([cap_bytes / MIB], first))

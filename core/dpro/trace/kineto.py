@@ -84,19 +84,13 @@ class _Reader:
         self.device: Any = None
         # cuda_sync records say which stream and event a runtime call was about: by correlation id
         self.sync_facts: dict[int, dict[str, Any]] = {}
-        self.links: dict[tuple[int, int], int] = {}  # (resource, start) -> fwdbwd id
         self.sized: list[tuple[int, int, int, int]] = []  # nccl annotation: resource, start, end, bytes
         self.gloo: list[tuple[str, str, int, int, int]] = []  # name, resource, start, end, bytes
         self.op_thread: Counter[str] = Counter()
 
     def take(self, record: dict[str, Any]) -> None:
-        phase = record.get("ph")
-        if phase == "X":
+        if record.get("ph") == "X":
             self._complete(record)
-        elif phase in ("s", "f") and record.get("cat") == "fwdbwd":
-            start, number = to_ns(record.get("ts")), record.get("id")
-            if start is not None and type(number) is int:
-                self.links[(self.builder.resource_id(f"cpu/{record.get('tid')}"), start)] = number
 
     def _complete(self, record: dict[str, Any]) -> None:
         category = str(record.get("cat", "")).lower()
@@ -166,7 +160,7 @@ class _Reader:
             self.builder.add(name, kind, thread, start, end, flow=flow)
         elif category in ("cpu_op", "operator"):
             self.op_thread[thread] += 1
-            self.builder.add(name, EventKind.CPU_OP, thread, start, end, link=_integer(args.get("Sequence number")))
+            self.builder.add(name, EventKind.CPU_OP, thread, start, end)
         elif category == "user_annotation":
             if name.startswith("gloo:"):
                 self.gloo.append((name, thread, start, end, _shape_bytes(args)))
@@ -208,7 +202,6 @@ class _Reader:
             trace.warnings.append(f"no ProfilerStep marks: {how}")
             trace.assign_steps()
         self._join_calls(trace)
-        self._join_links(trace)
         self._size_collectives(trace)
         base = header.get("baseTimeNanoseconds")
         if type(base) is int:
@@ -254,17 +247,6 @@ class _Reader:
             trace.columns["peer"][i] = streams.get(f"stream/{facts.get('stream')}", -1)
             trace.columns["link"][i] = streams.get(f"stream/{facts.get('wait_on_stream')}", -1)
             trace.columns["flow"][i] = _integer(facts.get("wait_on_cuda_event_record_corr_id"))
-
-    def _join_links(self, trace: RankTrace) -> None:
-        """Number forward and backward ops by their fwdbwd arrow where no sequence number is given."""
-        if not self.links:
-            return
-        ops = np.flatnonzero((trace.kind == EventKind.CPU_OP) & (trace.link < 0))
-        places = zip(ops.tolist(), trace.resource[ops].tolist(), trace.start[ops].tolist(), strict=True)
-        for i, resource, start in places:
-            number = self.links.get((resource, start))
-            if number is not None:
-                trace.columns["link"][i] = number
 
     def _size_collectives(self, trace: RankTrace) -> None:
         """Bytes of NCCL kernels without metadata, from the ``nccl:`` range around their launch."""

@@ -54,8 +54,8 @@ DEVICE_KINDS = (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE)
 #:            or waited for; -1 none
 #: offset:    first byte on the directed stream of a message; -1 none
 #: tensor:    index into RankTrace.tensors; -1 none
-#: link:      forward<->backward sequence number; of a STREAM_WAIT or event SYNC the stream (resource)
-#:            whose event it waits for, with the EVENT_RECORD's id in `flow` where known; -1 none
+#: link:      of a STREAM_WAIT or event SYNC the stream (resource) whose event it waits for, with the
+#:            EVENT_RECORD's id in `flow` where known; -1 none
 COLUMNS: dict[str, str] = {
     "name": "i4",
     "kind": "u1",
@@ -144,6 +144,11 @@ class RankTrace:
             found: npt.NDArray[Any] = columns[key]
             return found
         raise AttributeError(key)
+
+    @property
+    def streams(self) -> list[int]:
+        """Resources that are device streams; none in a job on the host alone."""
+        return [i for i, name in enumerate(self.resources) if name.startswith("stream/")]
 
     @property
     def steps(self) -> int:

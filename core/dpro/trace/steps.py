@@ -70,8 +70,7 @@ def step_finish_ns(trace: RankTrace) -> npt.NDArray[np.int64]:
 
 def device_rows(trace: RankTrace) -> npt.NDArray[np.int64]:
     """Rows of kernels, copies and collectives that ran on a device stream."""
-    streams = [i for i, name in enumerate(trace.resources) if name.startswith("stream/")]
-    return np.flatnonzero(np.isin(trace.kind, DEVICE_KINDS) & np.isin(trace.resource, streams))
+    return np.flatnonzero(np.isin(trace.kind, DEVICE_KINDS) & np.isin(trace.resource, trace.streams))
 
 
 def launch_times(trace: RankTrace, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

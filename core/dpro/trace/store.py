@@ -1,8 +1,9 @@
 """Where traces live: dpro's own run folder, and whatever PATH a user gives.
 
 Knows names and kinds of files, not their meaning. A run folder is ``dpro_runs/<time>/`` with
-``meta.json``, ``rank<r>/trace.npz``, ``plan.json``, ``report.txt``, ``report.html`` and
-``timeline.json``. Any other folder is taken as one trace file per rank, as other tools write them.
+``meta.json``, ``outcome.json``, ``plan.json``, ``report.txt`` and, where the job was captured,
+``rank<r>/trace.npz``, ``report.html`` and ``timeline.json``. Any other folder is taken as one trace
+file per rank, as other tools write them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SIZE_CAP_BYTES = 2 << 30
 _CHAKRA = re.compile(r"^et[_\-.]?rank", re.IGNORECASE)
 _SUFFIXES = (".json", ".json.gz", ".npz")
 #: dpro's own files beside traces
-_OWN_FILES = frozenset({"meta.json", "plan.json", "timeline.json"})
+_OWN_FILES = frozenset({"meta.json", "outcome.json", "plan.json", "timeline.json", "demo.json"})
 
 
 class RunFolder:
@@ -41,9 +42,17 @@ class RunFolder:
     def trace_file(self, rank: int) -> Path:
         return self.path / f"rank{rank}" / "trace.npz"
 
+    def trace_files(self) -> list[Path]:
+        """The traces that are there; none of a job that was not captured."""
+        return sorted(self.path.glob("rank*/trace.npz"))
+
     @property
     def meta_file(self) -> Path:
         return self.path / "meta.json"
+
+    @property
+    def outcome_file(self) -> Path:
+        return self.path / "outcome.json"
 
     @property
     def plan_file(self) -> Path:
@@ -52,6 +61,10 @@ class RunFolder:
     @property
     def report_file(self) -> Path:
         return self.path / "report.txt"
+
+    @property
+    def page_file(self) -> Path:
+        return self.path / "report.html"
 
     @property
     def timeline_file(self) -> Path:
@@ -78,6 +91,7 @@ class RunFolder:
         return file
 
     def save_meta(self, meta: dict[str, Any]) -> None:
+        """Store what the run was: JSON values only."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.meta_file.write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
 
@@ -112,7 +126,7 @@ def load(path: Path) -> list[RankTrace]:
         raise TraceError(path, "no such file or directory")
     if not path.is_dir():
         return _ranked([_read(path)], [])
-    stored = sorted(path.glob("rank*/trace.npz"))
+    stored = RunFolder(path).trace_files()
     if stored:
         return _ranked([RankTrace.load(file) for file in stored], [])
     return _load_folder(path)
@@ -132,6 +146,8 @@ def _load_folder(path: Path) -> list[RankTrace]:
     others = len([f for f in files if f.name not in _OWN_FILES]) - len(plausible) - len(chakra)
     if others and plausible:
         notes.append(f"{others} file(s) that are no traces skipped")
+    if not plausible and any(RunFolder(path).outcome_file == f for f in files):
+        raise TraceError(path, "no traces in it: the job of this run folder was not captured")
     if not plausible:
         raise TraceError(path, "no trace files in it (*.json, *.json.gz, *.npz)")
     traces, failures = [], []
