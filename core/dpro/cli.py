@@ -215,16 +215,13 @@ def whatif(
     json: Json = False,
 ) -> None:
     """Predict a step with another network, faster ops or more workers."""
-    from dpro.graph.assemble import assemble
     from dpro.replay import whatif as ask
     from dpro.replay.engine import replay as run
-    from dpro.report.summary import step_ms
 
     if bandwidth is None and not scale and workers is None:
         raise typer.BadParameter("ask something: --bandwidth, --scale or --workers")
-    traces = _load(path)
-    graph = _assemble(path, traces)
-    baseline_ms = step_ms(graph, run(graph).makespan_ns)
+    graph = _assemble(path, _load(path))
+    baseline_ms = run(graph).makespan_ns / 1e6
     assumptions = []
     try:
         for item in scale or []:
@@ -233,12 +230,10 @@ def whatif(
         if workers is not None:
             assumptions.append(ask.set_workers(graph, workers).assumption)
         if bandwidth is not None:
-            assumptions.append(
-                ask.scale_bandwidth(graph, bandwidth, **_network(graph, lambda: assemble(traces))).assumption
-            )
+            assumptions.append(ask.scale_bandwidth(graph, bandwidth, **_network(graph)).assumption)
     except ask.WhatIfError as error:
         raise TraceError(path, str(error)) from error
-    predicted_ms = step_ms(graph, run(graph).makespan_ns)
+    predicted_ms = run(graph).makespan_ns / 1e6
     if json:
         answer = {"baseline_ms": baseline_ms, "predicted_ms": predicted_ms, "assumptions": assumptions}
         _print_json({**answer, "warnings": graph.warnings})
@@ -278,14 +273,21 @@ def report(
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="OUT.html", help="Where to.")] = None,
 ) -> None:
     """Write one HTML page that needs no network: figures, breakdown, top ops, warnings."""
-    from dpro.report import html
+    from dpro.report import html, table
     from dpro.report.outcome import read_outcome
+    from dpro.trace.store import RunFolder
 
-    summary, outcome = _summary(path), read_outcome(path)
-    if output is None:
-        ours = next(path.glob("rank*/trace.npz"), None) is not None  # a run folder keeps its own report
-        output = path / "report.html" if ours else Path(path.resolve().name.split(".")[0] + ".html")
-    html.write(output, summary, outcome.arms if outcome else (), outcome.verdict if outcome else "")
+    folder, outcome = RunFolder(path), read_outcome(path)
+    ours = bool(folder.trace_files())
+    if outcome is not None and not ours and output is None:
+        # The run of a given plan: nothing was captured that a page could show, but there is a verdict.
+        _console().print(table.verdict_table(outcome.rows, outcome.verdict, [table.printable(outcome.reason)]))
+        _print_warnings([f"{path}: no traces in it, so no page is written"])
+        return
+    summary = _summary(path)
+    if output is None:  # a run folder keeps its own report
+        output = folder.page_file if ours else Path(path.resolve().name.split(".")[0] + ".html")
+    html.write(output, summary, outcome.rows if outcome else (), outcome.verdict if outcome else "")
     typer.echo(f"{output}")
 
 
@@ -366,7 +368,6 @@ def _assemble(path: Path, traces: list[RankTrace]) -> Graph:
     if not len(graph):
         raise TraceError(path, "no op in its steps: nothing to replay")
     graph.warnings = list(dict.fromkeys(graph.warnings))
-    graph.info.setdefault("world_size", max(trace.meta.world_size for trace in traces))
     return graph
 
 
@@ -382,14 +383,12 @@ def _fingerprint(traces: list[RankTrace]) -> dict[str, str]:
     return {str(key): str(value) for key, value in told.items()} if isinstance(told, dict) else {}
 
 
-def _network(graph: Graph, one_step: Callable[[], Graph]) -> dict[str, float]:
+def _network(graph: Graph) -> dict[str, float]:
     """What one byte more costs, and the latency if the fit can tell it; empty if no size is known."""
     from dpro.cost.sync import fit
     from dpro.replay.whatif import transfers
 
     known = transfers(graph)
-    if not len(known[0]):  # sizes of buckets are known to the graph of one step only
-        known = transfers(one_step())
     try:
         model = fit(*known)
     except ValueError:

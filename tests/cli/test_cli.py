@@ -15,9 +15,12 @@ from typer.testing import CliRunner
 from dpro import cli
 from dpro.graph.graph import Graph, OpKind
 from dpro.plan import Plan
+from dpro.trace import kineto
+from dpro.trace.store import RunFolder
 from tests.cli.kineto_files import USELESS, step_of_100_us
 from tests.report import perfetto_check
 from tests.search.graphs import ddp_graph
+from tests.trace import synthetic as syn
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = ROOT.parent / "shared" / "traces"
@@ -121,6 +124,37 @@ def test_export_and_report_write_what_they_say(tmp_path: Path, trace: Path) -> N
     assert out.strip() == str(tmp_path / "page.html") and "aten::second" in page and "rank0.json" in page
 
 
+def test_report_of_a_run_folder(tmp_path: Path, trace: Path) -> None:
+    rows = [{"name": "your settings", "measured_ms": 100.0, "ratio": 1.0}, {"name": "given plan", "measured_ms": 80.0}]
+    folder = RunFolder(tmp_path / "run")
+    folder.save_meta({"verdict": "KEPT"})
+    folder.outcome_file.write_text(json.dumps({"verdict": "KEPT", "reason": "20 % faster", "rows": rows}))
+    out, err = run("report", folder.path)  # the run of a given plan: nothing was captured
+    assert "KEPT" in out and "given plan" in out and "80.0" in out and "20 % faster" in out
+    assert one_line(err) == f"warning: {folder.path}: no traces in it, so no page is written\n"
+    assert not folder.page_file.exists()
+    for command, more in COMMANDS.items():
+        _, err = run(command, folder.path, *more, code=2)
+        assert one_line(err) == f"{folder.path}: no traces in it: the job of this run folder was not captured\n"
+    folder.save_trace(0, kineto.read(trace))
+    out, _ = run("report", folder.path)
+    assert out.strip() == str(folder.page_file)
+    page = folder.page_file.read_text(encoding="utf-8")
+    assert "Verdict" in page and "KEPT" in page and "given plan" in page and "aten::second" in page
+
+
+def test_workers_of_traces_that_do_not_know_their_number(tmp_path: Path) -> None:
+    for rank in range(2):
+        kernel = syn.launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 10, 20, 120, 1)
+        syn.write(
+            tmp_path / f"rank{rank}.json", [syn.mark("ProfilerStep#0", 0, 120), syn.op("aten::a", 0, 10), *kernel]
+        )
+    answer = ask("whatif", tmp_path, "--workers", 4)
+    assert answer["assumptions"][0].startswith("2 → 4 workers")
+    # 2(N-1)/N goes from 1 to 1.5: 100 µs become 150
+    assert answer["predicted_ms"] - answer["baseline_ms"] == pytest.approx(0.05)
+
+
 def test_optimize_of_a_job_without_gradients_says_so(tmp_path: Path, trace: Path) -> None:
     answer = ask("optimize", trace, "-o", tmp_path / "plan.json")
     assert {"baseline_ms", "predicted_ms", "evaluations", "seconds", "plan"} <= set(answer)
@@ -162,7 +196,7 @@ def test_bandwidth_is_fitted_to_the_transfers(transfers: list[tuple[int, int]], 
     graph = Graph()
     for mb, ms in transfers:
         graph.add_op("all_reduce", OpKind.COLLECTIVE, duration=ms * 1_000_000, nbytes=mb * 1_000_000)
-    assert cli._network(graph, lambda: graph) == pytest.approx(expected)
+    assert cli._network(graph) == pytest.approx(expected)
 
 
 def test_tables_are_for_people_and_warnings_for_stderr(trace: Path) -> None:

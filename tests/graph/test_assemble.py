@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dpro.clock.ends import align_on_ends
 from dpro.errors import TraceError
-from dpro.graph.assemble import _break_cycles, assemble, assemble_steps, assemble_window, measure
+from dpro.graph.assemble import _break_cycles, assemble, assemble_steps, measure
 from dpro.graph.graph import Graph, OpKind
 from dpro.replay.engine import replay
 from dpro.trace.kineto import read
@@ -96,7 +99,7 @@ def test_ranks_with_different_collectives_meet_in_what_they_share(tmp_path: Path
     traces = job(tmp_path, [[*gpu_rank(120), *extra], gpu_rank(400)])
     graph = assemble(traces)
     assert sorted(graph.column("rank")[of_kind(graph, OpKind.COLLECTIVE)].tolist()) == [-1, 0]
-    assert any("rank 1 has 1 collectives, rank 0 2: 1 in common" in line for line in graph.warnings)
+    assert "rank 1 has 1 collectives, rank 0 2: 1 in common" in graph.warnings
     assert makespan_us(graph) == 700
 
 
@@ -114,6 +117,43 @@ def test_groups_are_kept_apart(tmp_path: Path) -> None:
     graph = assemble(job(tmp_path, [rank("[0, 2]", "[0, 1]"), rank("[0, 1]", "[1, 3]")]))
     ranks = sorted(graph.column("rank")[of_kind(graph, OpKind.COLLECTIVE)].tolist())
     assert ranks == [-1, 0, 1]
+
+
+def test_collectives_of_a_subgroup_are_joined_among_its_ranks(tmp_path: Path) -> None:
+    def rank(group: str, arrive: float) -> list[syn.Event]:
+        name, ranks = "ncclKernel_AllReduce_RING_LL_Sum_float(x)", "Process Group Ranks"
+        return [
+            syn.mark("ProfilerStep#0", 0, 700),
+            syn.op("aten::a", 0, 80),
+            *syn.launched(name, 10, arrive, 300, 1, stream=20, **{ranks: group}),
+            *syn.launched(name, 30, 400, 600, 2, stream=21, **{ranks: "[0, 1, 2, 3]"}),
+        ]
+
+    pairs = ["[0, 2]", "[1, 3]", "[0, 2]", "[1, 3]"]
+    graph = assemble(job(tmp_path, [rank(g, a) for g, a in zip(pairs, (100, 150, 250, 280), strict=True)]))
+    assert not any("one rank only" in line or "in common" in line for line in graph.warnings)
+    shared = of_kind(graph, OpKind.COLLECTIVE)
+    # the latest of 0 and 2 arrives at 250, of 1 and 3 at 280; both end at 300; all four run 400 to 600
+    assert sorted(graph.column("duration")[shared].tolist()) == [20 * US, 50 * US, 200 * US]
+    assert graph.column("rank")[shared].tolist() == [-1, -1, -1]
+    rank_of, edges = graph.column("rank"), graph.edges().tolist()
+    assert sorted(sorted(int(rank_of[s]) for s, d in edges if d == op) for op in shared) == [
+        [0, 1, 2, 3],
+        [0, 2],
+        [1, 3],
+    ]
+    assert makespan_us(graph) == 700
+
+
+def test_world_size_is_told_or_what_is_seen(tmp_path: Path) -> None:
+    for rank in range(2):
+        syn.write(tmp_path / f"rank{rank}.json", gpu_rank(120))
+    unknown = [read(tmp_path / f"rank{rank}.json") for rank in range(2)]
+    assert [trace.meta.world_size for trace in unknown] == [-1, -1]
+    assert assemble(unknown).info["world_size"] == 2
+    [trace] = job(tmp_path, [gpu_rank(120)])
+    trace.meta.world_size = 8
+    assert assemble([trace]).info["world_size"] == 8
 
 
 # -- DDP on gloo -------------------------------------------------------------------------------------
@@ -197,7 +237,6 @@ def test_a_rank_that_began_early_gains_nothing_for_the_step(tmp_path: Path) -> N
     traces = job(tmp_path, ranks)
     assert measure(traces).mean_ns == 950 * US
     assert [makespan_us(g) for g in assemble_steps(traces)] == [950, 950]
-    assert makespan_us(assemble_window(traces)) == 1900
 
 
 # -- odd input ---------------------------------------------------------------------------------------
@@ -219,6 +258,51 @@ def test_cycles_are_broken_where_they_go_against_time() -> None:
     edges = {(0, 1), (1, 2), (2, 0), (2, 3)}
     assert _break_cycles([0, 10, 20, 30], edges) == 1
     assert edges == {(0, 1), (1, 2), (2, 3)}
+    # what only hangs on a cycle is left alone, however much it goes against time
+    hanging = {(0, 1), (1, 0), (1, 2)}
+    assert _break_cycles([50, 60, 0], hanging) == 1
+    assert hanging == {(0, 1), (1, 2)}
+    # two cycles with an edge in common: taking that one is enough
+    eight = {(0, 1), (1, 2), (2, 0), (1, 3), (3, 0)}
+    assert _break_cycles([100, 0, 10, 20], eight) == 1
+    assert eight == {(1, 2), (2, 0), (1, 3), (3, 0)}
+    itself = {(0, 0), (0, 1)}
+    assert _break_cycles([0, 1], itself) == 1
+    assert itself == {(0, 1)}
     tied = {(0, 1), (1, 0), (2, 3), (3, 2)}
     assert _break_cycles([0, 0, 5, 5], tied) == 2
     assert len(tied) == 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=24), st.lists(st.integers(0, 5), min_size=8))
+def test_no_cycle_is_left_and_no_edge_is_lost_for_nothing(pairs: list[tuple[int, int]], times: list[int]) -> None:
+    edges = set(pairs)
+    assert _break_cycles(times, edges) == len(set(pairs)) - len(edges)
+    assert _acyclic(edges)
+    assert all(_reaches(set(pairs), dst, src) for src, dst in set(pairs) - edges)  # each lay on a cycle
+
+
+def _acyclic(edges: set[tuple[int, int]]) -> bool:
+    return not any(_reaches(edges, dst, src) for src, dst in edges)
+
+
+def _reaches(edges: set[tuple[int, int]], start: int, goal: int) -> bool:
+    seen, todo = set[int](), [start]
+    while todo:
+        op = todo.pop()
+        if op == goal:
+            return True
+        if op not in seen:
+            seen.add(op)
+            todo += [dst for src, dst in edges if src == op]
+    return False
+
+
+def test_many_cycles_take_no_longer_than_one_pass() -> None:
+    # 20,000 pairs that wait for each other, all downstream of one another
+    count = 40_000
+    edges = {(i, i + 1) for i in range(count - 1)} | {(i + 1, i) for i in range(0, count - 1, 2)}
+    began = time.perf_counter()
+    assert _break_cycles(list(range(count)), edges) == count // 2
+    assert time.perf_counter() - began < 5
+    assert edges == {(i, i + 1) for i in range(count - 1)}

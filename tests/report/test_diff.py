@@ -16,6 +16,12 @@ def test_time_is_per_rank_and_a_shared_op_counts_for_each() -> None:
     }
 
 
+def test_an_op_of_a_subgroup_counts_for_those_in_it() -> None:
+    graph = two_ranks()
+    graph.ranks = 4  # two more that take no part in the all_reduce
+    assert time_by_name(graph)["all_reduce"] == (4.0, 0.5)
+
+
 def test_changes_come_largest_first_whatever_their_sign() -> None:
     a, b = two_ranks(), two_ranks()
     for op in range(2):

@@ -140,23 +140,6 @@ def test_stream_wait_learns_its_streams_and_event(tmp_path: Path) -> None:
     assert trace.flow[row] == 4
 
 
-def test_forward_and_backward_are_linked_by_arrow_or_sequence(tmp_path: Path) -> None:
-    arrow = {"cat": "fwdbwd", "id": 31, "pid": 1, "dur": 0, "name": "fwdbwd"}
-    events = [
-        syn.op("aten::mm", 10, 20),
-        syn.op("MmBackward0", 50, 60, tid=syn.AUTOGRAD),
-        {**arrow, "ph": "s", "tid": syn.MAIN, "ts": 10},
-        {**arrow, "ph": "f", "tid": syn.AUTOGRAD, "ts": 50},
-        syn.op("aten::add", 20, 30, **{"Sequence number": 7}),
-    ]
-    trace = read(syn.write(tmp_path / "rank0.json", events))
-    assert {trace.names[n]: link for n, link in zip(trace.name, trace.link.tolist(), strict=True)} == {
-        "aten::mm": 31,
-        "aten::add": 7,
-        "MmBackward0": 31,
-    }
-
-
 # -- steps ---------------------------------------------------------------------------------------
 
 

@@ -140,6 +140,19 @@ def test_run_folder_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert run.size_bytes() == 600
 
 
+def test_a_run_folder_without_traces_says_so(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.save_meta({"verdict": "KEPT"})
+    for file in (run.outcome_file, run.plan_file, run.timeline_file, tmp_path / "demo.json"):
+        file.write_text("{}")
+    run.page_file.write_text("<!doctype html>")
+    with pytest.raises(TraceError, match="no traces in it: the job of this run folder was not captured"):
+        load(tmp_path)
+    run.outcome_file.unlink()  # somebody's folder
+    with pytest.raises(TraceError, match="no trace files in it"):
+        load(tmp_path)
+
+
 def test_broken_meta(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert run.load_meta() == {}

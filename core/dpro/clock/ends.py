@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dpro.trace.model import EventKind, RankTrace
+from dpro.clock.match import match_collectives
+from dpro.trace.model import RankTrace
 
 
 @dataclass(frozen=True)
@@ -26,28 +27,28 @@ class EndsAlignment:
     spread_ns: list[int]
     #: collectives used per trace (0: nothing in common, offset 0 assumed)
     used: list[int]
+    #: event rows of all collectives that traces share, see :func:`~dpro.clock.match.match_collectives`
+    shared: npt.NDArray[np.int64]
 
 
 def align_on_ends(traces: list[RankTrace]) -> EndsAlignment:
     """Offsets that bring the ends of collectives together, relative to the first trace."""
     offsets, spreads, used = [0], [0], [0]
-    reference = _spans(traces[0])
-    for trace in traces[1:]:
-        mine = _spans(trace)
-        common = [key for key in reference if key in mine]
+    shared = match_collectives(traces)
+    for index, trace in enumerate(traces[1:], 1):
+        common = shared[(shared[:, 0] >= 0) & (shared[:, index] >= 0)]
         used.append(len(common))
-        if not common:
+        if not len(common):
             offsets.append(0)
             spreads.append(0)
             continue
-        theirs = np.asarray([reference[key] for key in common], dtype=np.int64)
-        ours = np.asarray([mine[key] for key in common], dtype=np.int64)
+        theirs, ours = _spans(traces[0], common[:, 0]), _spans(trace, common[:, index])
         same_host = bool(trace.meta.host) and trace.meta.host == traces[0].meta.host
         offset = _offset(theirs, ours, same_host)
         offsets.append(offset)
         spreads.append(int(np.median(np.abs(theirs[:, 1] - ours[:, 1] - offset))))
     used[0] = max(used)
-    return EndsAlignment(offsets, spreads, used)
+    return EndsAlignment(offsets, spreads, used, shared)
 
 
 def _offset(theirs: npt.NDArray[np.int64], ours: npt.NDArray[np.int64], same_host: bool) -> int:
@@ -60,14 +61,6 @@ def _offset(theirs: npt.NDArray[np.int64], ours: npt.NDArray[np.int64], same_hos
     return min(max(offset, low), high) if low <= high else offset
 
 
-def _spans(trace: RankTrace) -> dict[tuple[str, str, int, int], tuple[int, int]]:
-    """Start and end of each collective by (group, name, step, place in the step)."""
-    seen: dict[tuple[str, str, int], int] = {}
-    out = {}
-    for row in np.flatnonzero(trace.kind == EventKind.COLLECTIVE).tolist():
-        facts = trace.collectives[row]
-        group, name, step = facts.group, facts.name, int(trace.step[row])
-        place = seen.get((group, name, step), 0)
-        seen[group, name, step] = place + 1
-        out[group, name, step, place] = (int(trace.start[row]), int(trace.end[row]))
-    return out
+def _spans(trace: RankTrace, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Starts and ends, int64 [n, 2]."""
+    return np.stack([trace.start[rows], trace.end[rows]], axis=1)

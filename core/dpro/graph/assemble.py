@@ -1,9 +1,10 @@
 """From the ranks' traces to one global graph.
 
-Collectives are joined across ranks by group, name and order: every rank arrives, the transfer runs
+Collectives are joined across ranks (:mod:`dpro.clock.match`): every rank arrives, the transfer runs
 once, every rank goes on. The transfer is the common end minus the *latest* arrival: the waiting of
-early ranks belongs to the ranks they wait for. What the ranks do not have in common is left as
-each rank's own op and listed in ``graph.warnings``; nothing here raises for a strange trace.
+early ranks belongs to the ranks they wait for. What only one rank has stays its own op, and what
+ranks of a group do not have in common is listed in ``graph.warnings``; nothing here raises for a
+strange trace.
 
 A gap is what the known dependencies leave of the measured time. Replaying the very steps a graph was
 read from therefore agrees with their measurement almost by construction, even if a dependency is
@@ -13,12 +14,13 @@ of the others, and what happens after an edit say more.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 
 import numpy as np
+import numpy.typing as npt
 
-from dpro.clock.ends import align_on_ends
+from dpro.clock.ends import EndsAlignment, align_on_ends
 from dpro.errors import TraceError
 from dpro.graph.ddp import CHANNEL
 from dpro.graph.draft import DraftOp, Local
@@ -66,26 +68,14 @@ def measure(traces: list[RankTrace]) -> Measured:
     device op launched in the step that ran on (:func:`dpro.trace.steps.step_finish_ns`).
     """
     steps, _ = common_steps(traces)
-    return Measured(_span_ns(traces, steps, align_on_ends(traces).offsets_ns) / _step_count(steps), steps)
-
-
-def assemble_window(traces: list[RankTrace]) -> Graph:
-    """All used steps, one after the other, as one graph: ``info["steps"]`` says how many.
-
-    Replaying it and dividing by the steps is the fair comparison with :func:`measure` for jobs
-    whose host runs ahead of the device from step to step.
-    """
-    steps, notes = common_steps(traces)
-    graph = _Assembly(traces, steps, _names(traces)).graph
-    graph.warnings[:0] = notes
-    return graph
+    return Measured(_span_ns(traces, steps, align_on_ends(traces).offsets_ns) / len(steps), steps)
 
 
 def assemble_steps(traces: list[RankTrace]) -> list[Graph]:
     """One graph per used step."""
     steps, notes = common_steps(traces)
-    names = _names(traces)
-    graphs = [_Assembly(traces, [step], names).graph for step in steps]
+    names, clocks = _names(traces), align_on_ends(traces)
+    graphs = [_Assembly(traces, step, names, clocks).graph for step in steps]
     for graph in graphs:
         graph.warnings[:0] = notes
     return graphs
@@ -104,16 +94,16 @@ def assemble(traces: list[RankTrace], step: int | None = None) -> Graph:
         TraceError: no traces, or no such step.
     """
     steps, notes = common_steps(traces)
+    names, clocks = _names(traces), align_on_ends(traces)
     if step is not None:
         if not 0 <= step < min(t.steps for t in traces):
             raise TraceError(traces[0].meta.source or "traces", f"no step {step}")
-        graph = _Assembly(traces, [step], _names(traces)).graph
+        graph = _Assembly(traces, step, names, clocks).graph
     else:
-        names, offsets = _names(traces), align_on_ends(traces).offsets_ns
-        by_length = sorted(steps, key=lambda s: _span_ns(traces, [s], offsets))
+        by_length = sorted(steps, key=lambda s: _span_ns(traces, [s], clocks.offsets_ns))
         median = by_length[(len(by_length) - 1) // 2]
-        graph = _Assembly(traces, [median], names).graph
-        graph.info["measured_ns"] = measure(traces).mean_ns
+        graph = _Assembly(traces, median, names, clocks).graph
+        graph.info["measured_ns"] = _span_ns(traces, steps, clocks.offsets_ns) / len(steps)
     graph.info["captured_steps"] = len(steps)
     graph.warnings[:0] = notes
     return graph
@@ -124,12 +114,8 @@ def _names(traces: list[RankTrace]) -> set[str]:
     return set().union(*map(costly_names, traces))
 
 
-def _window(trace: RankTrace, steps: list[int]) -> tuple[int, int]:
-    return int(trace.step_bounds[steps[0], 0]), int(trace.step_bounds[steps[-1], 1])
-
-
-def _step_count(steps: list[int]) -> int:
-    return steps[-1] - steps[0] + 1
+def _window(trace: RankTrace, step: int) -> tuple[int, int]:
+    return int(trace.step_bounds[step, 0]), int(trace.step_bounds[step, 1])
 
 
 def _span_ns(traces: list[RankTrace], steps: list[int], offsets: list[int]) -> int:
@@ -142,17 +128,18 @@ def _span_ns(traces: list[RankTrace], steps: list[int], offsets: list[int]) -> i
 
 
 class _Assembly:
-    """Builds one graph of the given consecutive steps."""
+    """Builds the graph of one step."""
 
-    def __init__(self, traces: list[RankTrace], steps: list[int], names: set[str]) -> None:
+    def __init__(self, traces: list[RankTrace], step: int, names: set[str], clocks: EndsAlignment) -> None:
         self.traces = traces
         self.graph = Graph()
-        self.offsets = align_on_ends(traces).offsets_ns
-        self.locals = [build_local(t, *_window(t, steps), _rank(t, i), names) for i, t in enumerate(traces)]
+        self.offsets = clocks.offsets_ns
+        self.world_size = max(len(traces), *(trace.meta.world_size for trace in traces))
+        self.locals = [build_local(t, *_window(t, step), _rank(t, i), names) for i, t in enumerate(traces)]
         begins = [x.begin + o for x, o in zip(self.locals, self.offsets, strict=True)]
         # From the second step on, what a rank did before the last one began belongs to the time of the
         # step before: the graph begins with the last rank. The first step begins with the first.
-        self.origin = max(begins) if steps[0] > 0 else min(begins)
+        self.origin = max(begins) if step > 0 else min(begins)
         for local, begin in zip(self.locals, begins, strict=True):
             _skip_ahead(local, self.origin - begin)
         self.ids: dict[int, int] = {}  # id(draft) -> op, what successors of the draft depend on
@@ -162,7 +149,7 @@ class _Assembly:
             graph.warnings += [f"rank {trace.meta.rank}: {line}" for line in trace.warnings]
         for local in self.locals:
             graph.warnings += [f"rank {local.rank}: {line}" for line in local.warnings]
-        joined = self._match()
+        joined = self._match(clocks.shared)
         shared = {id(op) for group in joined for op in group}
         single: list[list[DraftOp | None]] = [
             [op if i == j else None for j in range(len(self.locals))]
@@ -171,7 +158,7 @@ class _Assembly:
             if op.resource == CHANNEL and id(op) not in shared
         ]
         self._add_ops(joined, sorted([*joined, *single], key=self._launched))
-        span = _span_ns(traces, steps, self.offsets)
+        span = _span_ns(traces, [step], self.offsets)
         unexplained = self._unexplained()
         if unexplained > _UNEXPLAINED_SHARE * span * len(traces):
             graph.warnings.append(
@@ -179,8 +166,8 @@ class _Assembly:
             )
         graph.info.update(
             unexplained_ns=unexplained,
-            steps=_step_count(steps),
-            measured_ns=span / _step_count(steps),
+            world_size=self.world_size,
+            measured_ns=span,
             unprofiled_ns=_unprofiled(traces),
             launch_ns=self._launch_cost(),
             main_resource={x.rank: graph.resource(x.main) for x in self.locals},
@@ -190,35 +177,35 @@ class _Assembly:
 
     # -- collectives -----------------------------------------------------------------------------
 
-    def _match(self) -> list[list[DraftOp | None]]:
+    def _match(self, shared: npt.NDArray[np.int64]) -> list[list[DraftOp | None]]:
         """Groups of one op per rank (None where a rank has no part in it) that are one collective."""
-        ranks = len(self.locals)
-        if ranks == 1:
-            return []
-        keys = [[self._key(i, op) for op in local.collectives] for i, local in enumerate(self.locals)]
-        rows: list[list[int | None]] = [[j] + [None] * (ranks - 1) for j in range(len(keys[0]))]
-        for i in range(1, ranks):
-            matcher = SequenceMatcher(None, keys[0], keys[i], autojunk=False)
-            size = 0
-            for a, b, n in matcher.get_matching_blocks():
-                for k in range(n):
-                    rows[a + k][i] = b + k
-                size += n
-            if size < max(len(keys[0]), len(keys[i])):
-                self.graph.warnings.append(
-                    f"rank {self.locals[i].rank} has {len(keys[i])} collectives, rank {self.locals[0].rank} "
-                    f"{len(keys[0])}: {size} in common, the others stay each rank's own"
-                )
-        out: list[list[DraftOp | None]] = []
-        for row in rows:
-            found = [self.locals[i].collectives[j] if j is not None else None for i, j in enumerate(row)]
-            if all(op is not None for op in found):
-                out.append(found)
-        return out
+        mine = [{op.collective: op for op in local.collectives} for local in self.locals]
+        groups = [[ops.get(row) for ops, row in zip(mine, rows, strict=True)] for rows in shared.tolist()]
+        joined = [group for group in groups if sum(op is not None for op in group) > 1]
+        self._list_differences(joined)
+        return joined
 
-    def _key(self, index: int, op: DraftOp) -> tuple[str, str]:
-        facts = self.traces[index].collectives[op.collective]
-        return facts.group, facts.name
+    def _list_differences(self, joined: list[list[DraftOp | None]]) -> None:
+        """Say which ranks lack collectives that others of their group have."""
+        count: dict[str, Counter[int]] = {}
+        for i, local in enumerate(self.locals):
+            for op in local.collectives:
+                count.setdefault(self.traces[i].collectives[op.collective].group, Counter())[i] += 1
+        common: Counter[tuple[str, int, int]] = Counter()
+        for group in joined:
+            present = [(i, op) for i, op in enumerate(group) if op is not None]
+            name = self.traces[present[0][0]].collectives[present[0][1].collective].group
+            common.update((name, i, j) for i, _ in present for j, _ in present)
+        for name, counts in count.items():
+            first = max(counts, key=lambda i: counts[i])
+            for i, n in counts.items():
+                both = common[name, first, i]
+                if i != first and both < max(n, counts[first]):
+                    of = f" of group {name}" if name else ""
+                    self.graph.warnings.append(
+                        f"rank {self.locals[i].rank} has {n} collectives{of}, rank {self.locals[first].rank} "
+                        f"{counts[first]}: {both} in common"
+                    )
 
     # -- ops -------------------------------------------------------------------------------------
 
@@ -249,7 +236,7 @@ class _Assembly:
         for group in groups:
             previous_end = self._transfer(group, previous_end)
             times.append(self._launched(group))
-        if alone and (len(self.locals) > 1 or any(t.meta.world_size > 1 for t in self.traces)):
+        if alone and self.world_size > 1:
             graph.warnings.append(f"{alone} collective(s) seen by one rank only: waiting for its peers is inside")
         edges: set[tuple[int, int]] = set()
         for _, op in drafts:
@@ -331,8 +318,8 @@ class _Assembly:
 
     def _add_tensors(self) -> None:
         graph, first = self.graph, self.locals[0]
-        if not first.outs or self.graph.info.get("steps") != 1:
-            return  # a graph of several steps has a gradient several times
+        if not first.outs:
+            return
         known = self.traces[0].tensors
         sizes = dict.fromkeys(first.outs, 0)
         for b in first.buckets:
@@ -391,28 +378,49 @@ def _skip_ahead(local: Local, ahead_ns: int) -> None:
 
 
 def _break_cycles(times: list[int], edges: set[tuple[int, int]]) -> int:
-    """Remove edges until no cycle is left, the one most against measured time first; how many.
+    """Remove edges until no cycle is left, of each cycle the one most against measured time; how many.
+
+    Ops are taken away in topological order (Kahn). What stays waits for something that stays, so following
+    that back from any op ends in a cycle; once it is open, the taking away and then the walk go on from
+    there. Every edge is looked at once, and every cycle that is found.
 
     ``times``: measured start by op.
     """
-    removed = 0
-    while True:
-        waiting = [0] * len(times)
-        after: list[list[int]] = [[] for _ in times]
-        for src, dst in edges:
-            waiting[dst] += 1
-            after[src].append(dst)
-        ready = [op for op, n in enumerate(waiting) if not n]
-        done = 0
+    before: list[set[int]] = [set() for _ in times]  # what an op still waits for
+    after: list[list[int]] = [[] for _ in times]
+    for src, dst in edges:
+        before[dst].add(src)
+        after[src].append(dst)
+
+    def take(ready: list[int]) -> None:
         while ready:
             op = ready.pop()
-            done += 1
             for dst in after[op]:
-                waiting[dst] -= 1
-                if not waiting[dst]:
-                    ready.append(dst)
-        if done == len(times):
-            return removed
-        stuck = [(src, dst) for src, dst in edges if waiting[src] and waiting[dst]]
-        edges.discard(min(stuck, key=lambda edge: (times[edge[1]] - times[edge[0]], edge)))
-        removed += 1
+                if op in before[dst]:
+                    before[dst].remove(op)
+                    if not before[dst]:
+                        ready.append(dst)
+
+    removed = 0
+    take([op for op, waits in enumerate(before) if not waits])
+    for start in (op for op, waits in enumerate(before) if waits):
+        path, place = [start], {start: 0}
+        while path:
+            op = next(iter(before[path[-1]]))
+            if op not in place:
+                place[op] = len(path)
+                path.append(op)
+                continue
+            cycle = path[place[op] :]
+            src, dst = min(
+                zip([*cycle[1:], op], cycle, strict=True), key=lambda edge: (times[edge[1]] - times[edge[0]], edge)
+            )
+            edges.remove((src, dst))
+            before[dst].remove(src)
+            removed += 1
+            if not before[dst]:
+                take([dst])
+            keep = place[dst] + 1
+            while path and (len(path) > keep or not before[path[-1]]):
+                del place[path.pop()]
+    return removed

@@ -154,7 +154,7 @@ def ring_model(name: str) -> str | None:
 
 def _workers(graph: Graph) -> int:
     """World size where the builder knew it (a trace may hold a few ranks of many), else the ranks seen."""
-    return int(graph.info.get("world_size", 0) or graph.ranks)
+    return int(graph.info.get("world_size", graph.ranks))
 
 
 def _living(graph: Graph, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:

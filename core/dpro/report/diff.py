@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TypedDict
 
 import numpy as np
+import numpy.typing as npt
 
 from dpro.graph.graph import Graph
-from dpro.report.summary import step_count
 
 
 class OpChange(TypedDict):
@@ -26,16 +26,24 @@ class OpChange(TypedDict):
 
 
 def time_by_name(graph: Graph) -> dict[str, tuple[float, float]]:
-    """Name -> (ms, count), both per rank and step. An op shared by all ranks counts once for each."""
+    """Name -> (ms, count), both per rank and step. An op shared by ranks counts once for each."""
     alive = np.flatnonzero(graph.column("alive"))
     ranks = max(graph.ranks, 1)
-    per = ranks * step_count(graph)
-    weight = np.where(graph.column("rank")[alive] < 0, ranks, 1)
+    weight = _members(graph)[alive]
     names = graph.column("name")[alive]
     size = len(graph.name_table)
-    ms = np.bincount(names, weights=graph.column("duration")[alive] * weight / 1e6, minlength=size) / per
-    count = np.bincount(names, weights=weight, minlength=size) / per
+    ms = np.bincount(names, weights=graph.column("duration")[alive] * weight / 1e6, minlength=size) / ranks
+    count = np.bincount(names, weights=weight, minlength=size) / ranks
     return {name: (float(ms[i]), float(count[i])) for i, name in enumerate(graph.name_table) if count[i]}
+
+
+def _members(graph: Graph) -> npt.NDArray[np.int64]:
+    """Ranks in each op: of a shared one those that it waits for, all where none is known."""
+    rank, edges = graph.column("rank"), graph.edges()
+    arrivals = edges[(rank[edges[:, 0]] >= 0) & (rank[edges[:, 1]] < 0)]
+    pairs = np.unique(np.stack([arrivals[:, 1], rank[arrivals[:, 0]]], axis=1), axis=0)
+    shared = np.bincount(pairs[:, 0], minlength=len(rank))
+    return np.where(rank >= 0, 1, np.where(shared > 0, shared, max(graph.ranks, 1)))
 
 
 def compare(a: Graph, b: Graph) -> list[OpChange]:

@@ -126,10 +126,13 @@ def _top(summary: Summary) -> str:
 
 
 def _arms(arms: Sequence[ArmRow], verdict: str) -> str:
-    if not arms:
+    if not verdict:
         return ""
     word = verdict.replace("_", " ")
     tone = {"KEPT": "good", "STEPPED ASIDE": "bad", "ROLLED BACK": "bad"}.get(word, "")
+    heading = f'<h2>Verdict: <span class="{tone}">{escape(word)}</span></h2>'
+    if not arms:
+        return heading
     rows = "".join(
         f'<tr><td class="name">{_text(arm.name)}</td><td>{_ms(arm.predicted_ms)}</td><td>{_ms(arm.measured_ms)}</td>'
         f"<td>{'' if arm.spread_ms is None else f'± {arm.spread_ms:.2f}'}</td>"
@@ -137,7 +140,6 @@ def _arms(arms: Sequence[ArmRow], verdict: str) -> str:
         for arm in arms
     )
     head = "<tr><th>ms per step</th><th>predicted</th><th>measured</th><th></th><th>speed</th><th></th></tr>"
-    heading = f'<h2>Verdict: <span class="{tone}">{escape(word)}</span></h2>'
     return f'{heading}\n<div class="scroll"><table>\n{head}\n{rows}</table></div>'
 
 

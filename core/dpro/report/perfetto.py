@@ -25,6 +25,7 @@ from dpro.graph.assemble import common_steps
 from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
 from dpro.replay.engine import Replay
 from dpro.trace.model import DEVICE_KINDS, EventKind, RankTrace
+from dpro.trace.steps import step_finish_ns
 
 if TYPE_CHECKING:
     from dpro.replay.path import CriticalPath
@@ -64,9 +65,8 @@ def export(
     events = list(_replayed(graph, replay, tracks, critical))
     if measured:
         steps, _ = common_steps(list(measured))
-        span_ns = round(graph.info.get("measured_ns", 0) * graph.info.get("steps", 1))
         for index, (trace, zero_ns) in enumerate(zip(measured, _zeros_ns(measured, steps), strict=True)):
-            events += _measured(trace, index, tracks, steps, zero_ns, span_ns)
+            events += _measured(trace, index, tracks, steps, zero_ns)
     write(path, [*tracks.metadata(), *sorted(events, key=_file_order)])
     return len(events)
 
@@ -175,10 +175,8 @@ def _critical(critical: CriticalPath, tracks: _Tracks, first_rank: int) -> Itera
         yield from _events(one, tracks.thread(where, "critical path"))
 
 
-def _measured(
-    trace: RankTrace, index: int, tracks: _Tracks, steps: Sequence[int], zero_ns: int, span_ns: int
-) -> Iterator[Event]:
-    """Events of the steps, and device work that ran on after them (the host runs ahead of it)."""
+def _measured(trace: RankTrace, index: int, tracks: _Tracks, steps: Sequence[int], zero_ns: int) -> Iterator[Event]:
+    """Events of the steps, and their device work that ran on after them (the host runs ahead of it)."""
     rank = trace.meta.rank if trace.meta.rank >= 0 else index
     bounds = trace.step_bounds[list(steps)]
     for number, (begin, finish) in zip(steps, bounds.tolist(), strict=True):
@@ -186,7 +184,7 @@ def _measured(
         yield from _events(one, tracks.thread(rank, "measured", "steps"))
     first, last = bounds[0, 0], bounds[-1, 1]
     device = np.isin(trace.kind, DEVICE_KINDS)
-    until = np.where(device, max(last, zero_ns + span_ns), last)
+    until = np.where(device, step_finish_ns(trace)[steps[-1]], last)
     keep = (trace.start >= first) & (trace.start < until)
     keep &= (trace.end >= trace.start) & (trace.kind != EventKind.ANNOTATION)
     lanes: dict[int, list[Slice]] = {}

@@ -1,8 +1,7 @@
 """One replay in numbers: what every report (terminal, JSON, HTML) shows of it.
 
 Turns a graph, its replay and its critical path into ms and shares, and says in a sentence where
-the time goes and what to try. Knows no output format. A graph may hold several steps in a row
-(``graph.info["steps"]``): figures are per step.
+the time goes and what to try. Knows no output format.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Summary:
     #: ms of ``compute`` that are host ops beside a device (0 in a job without one: there the host computes)
     launching_ms: float = 0.0
     #: (name, kind, count, ms, share of the step) of ops on the critical path, largest first
-    top: list[tuple[str, str, float, float, float]] = field(default_factory=list)
+    top: list[tuple[str, str, int, float, float]] = field(default_factory=list)
     critical: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -73,8 +72,8 @@ class Summary:
             )
         if share.get("wait", 0) >= 0.15:
             return (
-                f"{share['wait']:.0%} of the step only passes (latency, queueing outside the job): "
-                "see between which ops with `dpro export --perfetto`."
+                f"{share['wait']:.0%} of the step goes by in ops that hold no thread, stream or link (latency): "
+                "see which with `dpro export --perfetto`, on the track named other."
             )
         host = share.get("gap", 0) + self.launching_ms / total
         if host >= 0.25:
@@ -89,36 +88,25 @@ def summarise(graph: Graph, title: str, warnings: Sequence[str] = ()) -> Summary
     """Replay ``graph`` and sum it up. The step it must meet is un-profiled where the graph knows one."""
     played = replay(graph)
     path = critical_path(graph, played)
-    steps = step_count(graph)
     measured_ms = graph.info.get("measured_ns", 0.0) / NS_PER_MS
     unprofiled_ns = graph.info.get("unprofiled_ns")
     critical = critical_steps(path)
     return Summary(
         title=title,
         ranks=graph.ranks,
-        steps=graph.info.get("captured_steps", steps),
-        ops=round(len(graph) / steps),
+        steps=graph.info.get("captured_steps", 1),
+        ops=len(graph),
         measured_ms=measured_ms,
-        replayed_ms=step_ms(graph, played.makespan_ns),
-        daydream_ms=step_ms(graph, daydream(graph)),
+        replayed_ms=played.makespan_ns / NS_PER_MS,
+        daydream_ms=daydream(graph) / NS_PER_MS,
         reference_ms=unprofiled_ns / NS_PER_MS if unprofiled_ns else measured_ms,
         reference="un-profiled" if unprofiled_ns else "measured",
-        breakdown_ms={key: step_ms(graph, value) for key, value in path.breakdown.items()},
-        launching_ms=step_ms(graph, _launching_ns(graph, path)),
-        top=top_ops(critical, steps),
+        breakdown_ms={key: value / NS_PER_MS for key, value in path.breakdown.items()},
+        launching_ms=_launching_ns(graph, path) / NS_PER_MS,
+        top=top_ops(critical),
         critical=critical,
         warnings=list(dict.fromkeys([*warnings, *graph.warnings])),
     )
-
-
-def step_count(graph: Graph) -> int:
-    """Steps in the graph, one after the other."""
-    return max(1, int(graph.info.get("steps", 1)))
-
-
-def step_ms(graph: Graph, total_ns: float) -> float:
-    """``total_ns`` over the whole graph as ms per step."""
-    return total_ns / NS_PER_MS / step_count(graph)
 
 
 def _launching_ns(graph: Graph, path: CriticalPath) -> int:
@@ -148,16 +136,11 @@ def critical_steps(path: CriticalPath) -> list[dict[str, Any]]:
     ]
 
 
-def top_ops(
-    critical: Sequence[dict[str, Any]], steps: int = 1, limit: int = 12
-) -> list[tuple[str, str, float, float, float]]:
-    """The path's time by (name, kind), largest first: (name, kind, count and ms per step, share)."""
+def top_ops(critical: Sequence[dict[str, Any]], limit: int = 12) -> list[tuple[str, str, int, float, float]]:
+    """The path's time by (name, kind), largest first: (name, kind, count, ms, share of the step)."""
     groups: dict[tuple[str, str], list[float]] = {}
     for step in critical:
         groups.setdefault((step["name"], step["kind"]), []).append(step["ms"])
     end_ms = critical[-1]["start_ms"] + critical[-1]["ms"] if critical else 0.0
-    rows = [
-        (name, kind, len(ms) / steps, sum(ms) / steps, sum(ms) / end_ms if end_ms else 0.0)
-        for (name, kind), ms in groups.items()
-    ]
+    rows = [(name, kind, len(ms), sum(ms), sum(ms) / end_ms if end_ms else 0.0) for (name, kind), ms in groups.items()]
     return sorted(rows, key=lambda row: (-row[3], row[0]))[:limit]

@@ -106,7 +106,7 @@ def breakdown_bar(breakdown_ms: Mapping[str, float], width: int = 60) -> Rendera
     return Text.assemble(bar, legend)
 
 
-def ops_table(rows: Sequence[tuple[str, str, float, float, float]], title: str = "") -> Table:
+def ops_table(rows: Sequence[tuple[str, str, int, float, float]], title: str = "") -> Table:
     """Rows are (name, kind, count, ms, share of the whole in 0..1)."""
     table = _table("op", "kind", "count", "ms", "share", title=title)
     table.columns[1].justify, table.columns[1].style = "left", "dim"

@@ -146,9 +146,9 @@ def _load_folder(path: Path) -> list[RankTrace]:
     others = len([f for f in files if f.name not in _OWN_FILES]) - len(plausible) - len(chakra)
     if others and plausible:
         notes.append(f"{others} file(s) that are no traces skipped")
-    if not plausible and any(RunFolder(path).outcome_file == f for f in files):
-        raise TraceError(path, "no traces in it: the job of this run folder was not captured")
     if not plausible:
+        if RunFolder(path).outcome_file in files:
+            raise TraceError(path, "no traces in it: the job of this run folder was not captured")
         raise TraceError(path, "no trace files in it (*.json, *.json.gz, *.npz)")
     traces, failures = [], []
     for file in plausible:
