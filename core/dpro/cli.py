@@ -281,7 +281,11 @@ def report(
     ours = bool(folder.trace_files())
     if outcome is not None and not ours and output is None:
         # The run of a given plan: nothing was captured that a page could show, but there is a verdict.
-        _console().print(table.verdict_table(outcome.rows, outcome.verdict, [table.printable(outcome.reason)]))
+        reason = table.printable(outcome.reason)
+        if outcome.rows:
+            _console().print(table.verdict_table(outcome.rows, outcome.verdict, [reason]))
+        else:
+            typer.echo(f"{table.printable(outcome.verdict)}: {reason}")
         _print_warnings([f"{path}: no traces in it, so no page is written"])
         return
     summary = _summary(path)

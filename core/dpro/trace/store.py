@@ -91,25 +91,9 @@ class RunFolder:
         return file
 
     def save_meta(self, meta: dict[str, Any]) -> None:
-        """Store what the run was: JSON values only."""
+        """Store what the run was (job, framework, verdict, …; JSON values only), for people and their scripts."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.meta_file.write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
-
-    def load_meta(self) -> dict[str, Any]:
-        """What :meth:`save_meta` wrote; {} where there is none.
-
-        Raises:
-            TraceError: the file is not a JSON object.
-        """
-        try:
-            found = json.loads(self.meta_file.read_text())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise TraceError(self.meta_file, "not JSON") from error
-        if not isinstance(found, dict):
-            raise TraceError(self.meta_file, "not a JSON object")
-        return found
 
 
 def load(path: Path) -> list[RankTrace]:
