@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class Planned:
     evaluations: int = 0
     search_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
+    #: framework, world size, fingerprint
+    job: dict[str, Any] = field(default_factory=dict)
     graph: Graph | None = None
     replay: Replay | None = None
 
@@ -97,6 +99,7 @@ def make_plans(
         replayed_ms=played.makespan_ns / 1e6,
         capture_overhead_pct=overhead_pct,
         warnings=list(dict.fromkeys(graph.warnings)),
+        job={"framework": traces[0].meta.framework, "world_size": len(traces), "fingerprint": fingerprint},
         graph=graph,
         replay=played,
     )

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpro import __version__
 from dpro.errors import TraceError
 from dpro.outcome import Outcome, Verdict
 from dpro.settings import Settings
@@ -86,16 +88,18 @@ class Session:
         facts["arms"] = [
             {"name": arm.name, "predicted_ms": arm.predicted_ms, "times_ms": arm.times_ms()} for arm in outcome.arms
         ]
-        (folder.path / "outcome.json").write_text(json.dumps(facts, indent=1))
+        folder.outcome_file.write_text(json.dumps(facts, indent=1))
         if outcome.plan is not None:
             outcome.plan.save(folder.plan_file)
         planned = outcome.planned
+        told = {"verdict": outcome.verdict.value, "dpro": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        folder.save_meta(told | (planned.job if planned else {}))
         if planned is None or planned.graph is None or planned.replay is None:
             return [report]
         from dpro.report import html, perfetto
         from dpro.report.summary import summarise
 
-        page = folder.path / "report.html"
+        page = folder.page_file
         summary = summarise(planned.graph, "dpro", planned.warnings)
         html.write(page, summary, outcome_rows(outcome), outcome.verdict.value)
         perfetto.export(planned.graph, planned.replay, timeline)
