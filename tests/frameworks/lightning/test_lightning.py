@@ -1,0 +1,118 @@
+"""The Lightning callback on real two-process jobs, under both import names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frameworks.launch import Ranks, Result
+
+pytest.importorskip("torch")
+JOBS = "tests.frameworks.lightning.jobs"
+#: Lightning believes that torchrun started it, and starts no processes of its own.
+ELASTIC = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+@dataclass
+class Jobs:
+    name: str
+    ranks: Ranks
+
+    def run(self, folder: Path, target: str = "fit", **arguments: Any) -> Result:
+        return self.ranks.run(f"{JOBS}:{target}", folder, env=ELASTIC, lightning=self.name, **arguments).ok()
+
+    def both(self, folder: Path, **arguments: Any) -> Result:
+        """With and without the callback: same weights, same number of batches."""
+        without = self.run(folder / "without", tune="", **arguments)
+        found = self.run(folder / "with", tune="search", **arguments)
+        for key in ("weights", "batches", "error"):
+            assert [value[key] for value in found.values] == [value[key] for value in without.values]
+        assert without.lines() == []
+        assert found.values[0]["verdict"] == found.values[1]["verdict"]
+        return found
+
+
+@pytest.fixture(scope="module", params=["lightning.pytorch", "pytorch_lightning"])
+def jobs(request: pytest.FixtureRequest) -> Iterator[Jobs]:
+    pytest.importorskip(request.param)
+    ranks = Ranks(request.param, "torch._dynamo", "torch.profiler", "dpro_integrations.torch_ddp")
+    yield Jobs(request.param, ranks)
+    ranks.close()
+
+
+def test_a_kept_plan_leaves_weights_bit_equal_and_reaches_the_logger(jobs: Jobs, tmp_path: Path) -> None:
+    found = jobs.both(tmp_path)
+    value = found.values[0]
+    assert value["verdict"] == "KEPT"
+    assert value["batches"] == 50
+    assert len(value["metrics"]) == 1
+    assert {"dpro/baseline_ms", "dpro/measured_ms", "dpro/replayed_ms", "dpro/kept"} <= set(value["metrics"][0])
+    assert value["metrics"][0]["dpro/kept"] == 1.0
+    assert found.values[1]["metrics"] == []
+
+
+def test_accumulation_counts_updates(jobs: Jobs, tmp_path: Path) -> None:
+    """60 batches an epoch, 8 at a time: 7 updates and one of the remaining 4."""
+    found = jobs.both(tmp_path, steps=40, accumulate_grad_batches=8)
+    assert found.values[0]["verdict"] == "KEPT"
+    assert found.values[0]["batches"] == 5 * 60
+    assert found.values[0]["steps"] <= 40
+
+
+def test_validation_between_steps_is_not_timed(jobs: Jobs, tmp_path: Path) -> None:
+    found = jobs.both(tmp_path, validate=True)
+    assert found.values[0]["verdict"] == "KEPT"
+    assert found.values[0]["slowest_ms"] < 1000
+
+
+def test_fast_dev_run_is_left_alone(jobs: Jobs, tmp_path: Path) -> None:
+    found = jobs.both(tmp_path, fast_dev_run=3)
+    assert found.lines() == []
+    assert found.values[0]["batches"] == 3
+
+
+def test_a_strategy_that_is_not_ddp(jobs: Jobs, tmp_path: Path) -> None:
+    found = jobs.both(tmp_path, steps=10, other_strategy=True)
+    assert found.lines() == ["dpro: stepped aside: strategy OtherStrategy is not DDP"]
+
+
+def test_early_stop(jobs: Jobs, tmp_path: Path) -> None:
+    found = jobs.both(tmp_path, stop_at=9)
+    assert found.values[0]["batches"] == 9
+    assert len(found.lines("stepped aside: training ended after 9 steps")) == 1
+
+
+def test_an_exception_of_the_users(jobs: Jobs, tmp_path: Path) -> None:
+    found = jobs.both(tmp_path, fail_at=8)
+    assert found.values[0]["error"] == "the user's own mistake"
+    assert len(found.lines("stepped aside: training ended after 8 steps")) == 1
+
+
+def test_resume_verifies_the_stored_plan_and_does_not_profile(jobs: Jobs, tmp_path: Path) -> None:
+    found = jobs.run(tmp_path, "resumed", place=str(tmp_path))
+    first, second, stored = found.values[0]
+    assert (first["verdict"], second["verdict"]) == ("KEPT", "KEPT")
+    assert len(found.lines("profiling steps")) == 1
+    assert len(found.lines("trying given plan")) == 1
+    assert list(stored.values()) == [["plan"]]
+    assert second["batches"] == 50
+    assert found.values[0][1]["weights"] == found.values[1][1]["weights"]
+
+
+def test_the_callback_and_the_environment_tune_once(jobs: Jobs, tmp_path: Path) -> None:
+    found = jobs.ranks.run(
+        f"{JOBS}:both_activations", tmp_path, env=ELASTIC | {"DPRO": "apply"}, lightning=jobs.name
+    ).ok()
+    assert found.values[0]["verdict"] == "KEPT"
+    assert len(found.lines("profiling steps")) == 1
+    assert found.values[0]["restored"]
+
+
+@pytest.mark.parametrize("mode", ["observe", "suggest"])
+def test_modes_that_change_nothing(jobs: Jobs, tmp_path: Path, mode: str) -> None:
+    found = jobs.both(tmp_path, steps=20, callback_arguments={"mode": mode})
+    assert found.values[0]["verdict"] == {"observe": "OBSERVED", "suggest": "SUGGESTED"}[mode]
