@@ -214,6 +214,30 @@ def test_ddp_waits_are_dependencies_not_gaps(ddp: Graph) -> None:
     assert makespan_us(ddp) == 756
 
 
+def preempted_step(rank: int) -> list[syn.Event]:
+    """One gradient, one bucket. Rank 1 loses its core inside the call that launches it, from 1,090 to 4,990."""
+    accumulate = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+    back = 1_070 if rank == 0 else 4_990
+    return [
+        syn.mark("ProfilerStep#0", 0, 5_100),
+        syn.op("aten::linear", 0, 1_000),
+        syn.op(accumulate, 1_000, back + 10),
+        syn.op("c10d::allreduce_", 1_050, back),
+        syn.mark("gloo:all_reduce", 1_080 + 20 * rank, 3_000, tid=syn.GLOO_A),
+        syn.op("torch.distributed.ddp.reducer::copy_bucket_to_grad", max(back + 20, 3_005), max(back + 20, 3_005) + 10),
+        syn.mark("Optimizer.step#SGD.step", 5_030, 5_090),
+        syn.op("aten::add_", 5_040, 5_080),
+    ]
+
+
+def test_a_launch_that_lost_its_core_launched_when_its_worker_began(tmp_path: Path) -> None:
+    graph = assemble(job(tmp_path, [preempted_step(r) for r in range(2)]))
+    [bucket] = graph.buckets
+    # rank 0's call returns at 1,070, rank 1's worker begins at 1,100; both end at 3,000
+    assert graph.column("duration")[bucket.ops[0]] == 1_900 * US
+    assert makespan_us(graph) == 5_100
+
+
 def test_ddp_without_a_tensor_table(tmp_path: Path) -> None:
     graph = assemble(job(tmp_path, [syn.ddp_cpu_step(r) for r in range(2)]))
     assert [t.name for t in graph.tensors] == ["grad0", "grad1", "grad2"]

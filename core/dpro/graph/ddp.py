@@ -17,6 +17,8 @@ from dpro.graph.graph import OpKind
 from dpro.graph.threads import ACCUMULATE, COPY_BACK, ENQUEUE_PREFIX, is_enqueue
 from dpro.trace.model import EventKind, RankTrace
 
+#: A call that goes on this much longer than its worker needed to begin was not running.
+PREEMPTED_NS = 1_000_000
 CHANNEL = "group/gloo"
 VIEW = "aten::as_strided"
 
@@ -155,6 +157,7 @@ def add_host_collectives(trace: RankTrace, local: Local) -> None:
         if at >= len(rows):
             continue
         used[what] = at + 1
+        _cut_if_preempted(chain, op, int(trace.start[rows[at]]))
         start, finish = max(int(trace.start[rows[at]]), op.end), int(trace.end[rows[at]])
         run = _run(trace, rows[at], min(start, finish), finish, [op])
         local.ops.append(run)
@@ -172,6 +175,22 @@ def add_host_collectives(trace: RankTrace, local: Local) -> None:
         run = _run(trace, row, min(start, finish), finish, [local.first])
         local.last.after(run)
         local.ops.append(run)
+
+
+def _cut_if_preempted(chain: list[DraftOp], launch: DraftOp, worker_began: int) -> None:
+    """A launching call that lost its core launched when its worker began, not when it came back."""
+    if launch.end - worker_began <= PREEMPTED_NS:
+        return
+    instant = max(launch.start, worker_began)
+    work = min(launch.duration, instant - launch.start)
+    rest = DraftOp("back from launch", OpKind.LOCAL, launch.resource, instant, launch.end, launch.duration - work)
+    launch.end, launch.duration = instant, work
+    at = chain.index(launch) + 1
+    for op in chain[at:]:
+        if launch in op.preds:
+            op.preds[op.preds.index(launch)] = rest
+    rest.preds.append(launch)
+    chain.insert(at, rest)
 
 
 def _run(trace: RankTrace, row: int, start: int, end: int, after: list[DraftOp]) -> DraftOp:
