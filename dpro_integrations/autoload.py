@@ -73,6 +73,7 @@ class _Watch:
     """From the wrapper to the end of its tuning."""
 
     def __init__(self, ddp: Any, restore: Callable[[], None]) -> None:
+        import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self.made = ddp
@@ -80,7 +81,7 @@ class _Watch:
         self._tuner: Any = None
         self._optimizer: Any = None
         self._over = False
-        self._handle = register_optimizer_step_post_hook(self._stepped)
+        self._handle = register_optimizer_step_post_hook(torch.compiler.disable(self._stepped))
 
     def second_model(self) -> None:
         """One tuner can't tell the all-reduces of two models apart."""

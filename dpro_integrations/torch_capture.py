@@ -7,6 +7,7 @@ profiler of his own meanwhile, ours gives way to it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import tempfile
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,9 @@ from dpro.trace import kineto
 from dpro.trace.model import RankTrace, Tensor
 from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
 
+#: A capture that lasts longer, or writes more, is given up: something else than training is going on.
+LIMIT_S = 300.0
+LIMIT_BYTES = 512 << 20
 #: Ops recorded to measure what recording one event costs.
 _PROBE_OPS = 400
 
@@ -39,14 +44,15 @@ class Capture:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        if torch.autograd._profiler_enabled():
-            raise RuntimeError("another profiler is running")
+        if _foreign_profiler():
+            raise RuntimeError("the job's own profiler is running")
         self._ddp = ddp
         self._ready: list[int] = []
         self._handles: list[Any] = []
         self._range: record_function | None = None
         self._step = 0
-        self._taken = False
+        self._lost = ""
+        self._deadline = time.monotonic() + LIMIT_S
         plain_ns = _probe_ns()
         self._restore: Callable[[], None] | None = None
         self._profiler: profile | None = profile(activities=_activities(ddp))
@@ -65,8 +71,8 @@ class Capture:
 
     def mark_step(self) -> None:
         """Close the range of the step that ended and open the next."""
-        if self._taken:
-            raise RuntimeError("the job's own profiler took over")
+        if self._lost:
+            raise RuntimeError(self._lost)
         self._close_step()
         self._open_step()
 
@@ -74,10 +80,10 @@ class Capture:
         """Detach and read back what was recorded.
 
         Raises:
-            RuntimeError: the user's own profiler took over.
+            RuntimeError: the user's own profiler took over, or there is far too much.
         """
-        if self._taken:
-            raise RuntimeError("the job's own profiler took over")
+        if self._lost:
+            raise RuntimeError(self._lost)
         contention = self._host.since()
         profiler, steps = self._profiler, self._step - 1
         self._detach()
@@ -86,6 +92,8 @@ class Capture:
         with tempfile.TemporaryDirectory(prefix="dpro-") as folder:
             path = Path(folder) / f"rank{dist.get_rank()}.json"
             profiler.export_chrome_trace(str(path))
+            if path.stat().st_size > LIMIT_BYTES:
+                raise RuntimeError(f"the capture is too large ({path.stat().st_size >> 20} MiB)")
             trace = kineto.read(path)
         trace.shift(-((first + last) // 2))
         trace.meta.clock = "monotonic"
@@ -110,8 +118,14 @@ class Capture:
     # -- parts ---------------------------------------------------------------------------------
 
     def _watch(self, number: int) -> Callable[[torch.Tensor], None]:
-        append = self._ready.append
-        return lambda _: append(number)
+        ready = self._ready
+
+        def accumulated(_: torch.Tensor) -> None:
+            ready.append(number)
+            if time.monotonic() > self._deadline and not self._lost:
+                self._give_up(f"the capture did not end within {LIMIT_S:g} s")
+
+        return accumulated
 
     def _open_step(self) -> None:
         self._ready.clear()
@@ -126,8 +140,11 @@ class Capture:
             self._last_ready = list(self._ready)
 
     def _give_way(self) -> None:
-        self._taken = True
-        self._detach()
+        self._give_up("the job's own profiler took over")
+
+    def _give_up(self, reason: str) -> None:
+        self._lost = self._lost or reason
+        self.abort()
 
     def _detach(self) -> None:
         """Everything off, whatever fails on the way."""
@@ -162,6 +179,22 @@ class Capture:
             )
             for number, (name, p) in enumerate(reducer_parameters(self._ddp))
         ]
+
+
+def forward_outstanding(trace: RankTrace) -> bool:
+    """Whether a step ended with a forward pass whose backward pass had not run yet (delayed gradients)."""
+    forward = _starts(trace, "DistributedDataParallel.forward")
+    ready = _starts(trace, "torch::autograd::AccumulateGrad")
+    for begin, end in trace.step_bounds.tolist():
+        last_forward = max((t for t in forward if begin <= t < end), default=None)
+        last_ready = max((t for t in ready if begin <= t < end), default=None)
+        if last_forward is not None and last_ready is not None and last_forward > last_ready:
+            return True
+    return False
+
+
+def _starts(trace: RankTrace, name: str) -> list[int]:
+    return [int(t) for t in trace.start[trace.name == trace.names.index(name)]] if name in trace.names else []
 
 
 class HostLoad:
@@ -235,26 +268,42 @@ def _clock_pair_ns() -> int:
 
 
 def _yield_to_user(give_way: Callable[[], None]) -> Callable[[], None]:
-    """If anybody starts a profiler while ours runs, stop ours first. Returns the undo."""
-    own = torch.profiler._KinetoProfile
-    original, legacy = own.prepare_trace, torch.autograd.profiler.profile.__enter__
+    """If anybody prepares or starts a profiler while ours runs, stop ours first. Returns the undo.
 
-    def prepare_trace(self: Any) -> Any:
-        give_way()
-        return original(self)
+    All of torch's profilers come through two functions, which two modules know by name.
+    """
+    undone: list[Callable[[], None]] = []
+    for module in (torch.autograd, torch.autograd.profiler):
+        for name in ("_prepare_profiler", "_enable_profiler"):
+            undone.append(_wrap(module, name, give_way))
 
-    def enter(self: Any) -> Any:
-        give_way()
-        return legacy(self)
+    def undo() -> None:
+        for one in undone:
+            one()
 
-    own.prepare_trace = prepare_trace
-    torch.autograd.profiler.profile.__enter__ = enter
+    return undo
+
+
+def _wrap(module: ModuleType, name: str, first: Callable[[], None]) -> Callable[[], None]:
+    original = getattr(module, name)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return original(*args, **kwargs)
 
     def undo() -> None:
         # somebody may have patched on top of us: his patch then still works, and calls ours
-        if own.prepare_trace is prepare_trace:
-            own.prepare_trace = original
-        if torch.autograd.profiler.profile.__enter__ is enter:
-            torch.autograd.profiler.profile.__enter__ = legacy
+        if getattr(module, name) is wrapper:
+            setattr(module, name, original)
 
+    setattr(module, name, wrapper)
     return undo
+
+
+def _foreign_profiler() -> bool:
+    """Whether the job has a profiler that runs or is prepared to (a schedule in its warm-up phase)."""
+    if torch.autograd._profiler_enabled():
+        return True
+    # one that is only prepared is known to nobody but itself
+    alive = (o.profiler for o in gc.get_objects() if isinstance(o, torch.profiler._KinetoProfile))
+    return any(getattr(p, "entered", False) and getattr(p, "kineto_results", None) is None for p in alive)

@@ -11,6 +11,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from dpro.settings import Settings, disabled
 from dpro.trace.model import RankTrace
 from dpro.tuner import Tuner
 from dpro_integrations.base import step_aside
-from dpro_integrations.torch_capture import Capture
+from dpro_integrations.torch_capture import Capture, forward_outstanding
 from dpro_integrations.torch_exchange import StoreExchange
 from dpro_integrations.torch_rewrap import HAS_CAP_LIST, arguments, reducer_parameters, rewrap, why_fixed
 
@@ -70,6 +71,9 @@ class TorchDDPAdapter:
         self.exchange: Exchange = StoreExchange.of_job(tag)
         self._ddp = ddp
         self._original: dict[str, Any] | None = None
+        self._built = [id(p) for _, p in reducer_parameters(ddp)]
+        self._hooked = bool(ddp._comm_hooks)
+        self._early_forward = False
         self._capture: Capture | None = None
 
     def capabilities(self) -> set[Knob]:
@@ -83,10 +87,18 @@ class TorchDDPAdapter:
         return knobs
 
     def why_not(self) -> str:
+        if self._early_forward:
+            return "the next forward runs before the optimizer's step"
         return why_fixed(self._ddp)
 
     def obstacle(self) -> str:
-        return "the job runs under Join (uneven inputs)" if self._ddp._join_config.enable else ""
+        if self._ddp._join_config.enable:
+            return "the job runs under Join (uneven inputs)"
+        if self._ddp._comm_hooks and not self._hooked:
+            return "a communication hook was registered"
+        if [id(p) for _, p in reducer_parameters(self._ddp)] != self._built:
+            return "parameters were frozen, unfrozen or replaced since DDP was made"
+        return ""
 
     def fingerprint(self) -> dict[str, str]:
         shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in reducer_parameters(self._ddp)]
@@ -108,7 +120,9 @@ class TorchDDPAdapter:
         capture, self._capture = self._capture, None
         if capture is None:
             raise RuntimeError("no capture is running")
-        return capture.finish()
+        trace = capture.finish()
+        self._early_forward = forward_outstanding(trace)
+        return trace
 
     def abort_capture(self) -> None:
         capture, self._capture = self._capture, None
@@ -196,7 +210,7 @@ def make_tuner(
             return None
         if dist.get_world_size(ddp.process_group) != dist.get_world_size():
             raise DproError("DDP spans only a part of the ranks")
-        settings = Settings.from_env(**given)
+        settings = _patient(Settings.from_env(**given), ddp)
         if not isinstance(plan, Plan):
             file = plan or settings.plan
             plan = Plan.load(Path(file)) if file else None
@@ -206,6 +220,19 @@ def make_tuner(
         raise
     _tuned[ddp] = weakref.ref(tuner)
     return tuner
+
+
+def _patient(settings: Settings, ddp: DistributedDataParallel) -> Settings:
+    """Never so patient that a collective of the job's runs into its own time-out meanwhile.
+
+    A rank waits for at most 3 ``timeout_s`` and 3 ``search_s`` at one meeting.
+    """
+    try:
+        device = torch.device(ddp.device_type)
+        limit_s = ddp.process_group._get_backend(device).options._timeout.total_seconds() / 8
+    except (AttributeError, RuntimeError):
+        return settings  # this torch does not tell
+    return replace(settings, timeout_s=min(settings.timeout_s, limit_s), search_s=min(settings.search_s, limit_s))
 
 
 def autotune(
@@ -249,7 +276,8 @@ def _follow(tuner: Tuner, ddp: DistributedDataParallel, optimizer: torch.optim.O
             over = True
             before_next_forward(ddp, handle.remove)
 
-    handle = optimizer.register_step_post_hook(stepped)
+    # a compiled optimizer step must not be compiled into ours
+    handle = optimizer.register_step_post_hook(torch.compiler.disable(stepped))
 
 
 def before_next_forward(ddp: DistributedDataParallel, action: Callable[[], None]) -> None:
@@ -259,8 +287,29 @@ def before_next_forward(ddp: DistributedDataParallel, action: Callable[[], None]
     nothing may be removed meanwhile, and the job may have hooks behind ours. A module walks a copy.
     """
 
-    def begins(*_: Any) -> None:
-        handle.remove()
-        action()
+    hook = _Once(action)
+    hook.handle = ddp.register_forward_pre_hook(hook)
 
-    handle = ddp.register_forward_pre_hook(begins)
+
+class _Once:
+    """A forward hook that goes away by itself; in a pickled or copied model it is one that does nothing."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self.handle: Any = None
+
+    def __call__(self, *_: Any) -> None:
+        self.handle.remove()
+        self._action()
+
+    def __reduce__(self) -> Any:
+        return _do_nothing, ()
+
+
+class _Nothing:
+    def __call__(self, *_: Any) -> None:
+        return None
+
+
+def _do_nothing() -> _Nothing:
+    return _Nothing()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dpro.adapter import RankLeft
 
 _POLL_S = 0.004
+_PART_BYTES = 4 << 20
 
 
 class StoreExchange:
@@ -36,15 +37,21 @@ class StoreExchange:
         return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), tag)
 
     def post(self, key: str, blob: bytes) -> None:
-        self._store.set(f"{key}/{self.rank}", blob)
+        # in parts: a TCP store drops a client whose message is over 8 MiB
+        parts = range(0, len(blob), _PART_BYTES)
+        for number, at in enumerate(parts):
+            self._store.set(f"{key}/{self.rank}/{number}", blob[at : at + _PART_BYTES])
+        self._store.set(f"{key}/{self.rank}", str(len(parts)))
 
     def collect(self, key: str, timeout_s: float) -> list[bytes]:
         deadline = time.monotonic() + timeout_s
         blobs: list[bytes] = []
         for rank in range(self.world_size):
             self._wait(f"{key}/{rank}", rank, deadline, timeout_s)
-            blobs.append(self._store.get(f"{key}/{rank}"))
-            self._store.delete_key(f"{key}/{rank}")
+            names = [f"{key}/{rank}/{number}" for number in range(int(self._store.get(f"{key}/{rank}")))]
+            blobs.append(b"".join(self._store.get(name) for name in names))
+            for name in (*names, f"{key}/{rank}"):
+                self._store.delete_key(name)
         return blobs
 
     def agree(self, key: str, proposal: str) -> str:

@@ -81,33 +81,26 @@ def rewrap(ddp: DistributedDataParallel, given: dict[str, Any]) -> None:
     parameters are equal on all ranks already, and a broadcast would be a needless message.
 
     Raises:
-        Exception: what the constructor raised; the wrapper is then as it was, with a reducer of its own.
+        Exception: what the constructor raised (no memory for a second set of buckets, …); the
+            wrapper is then untouched.
     """
-    former = arguments(ddp)
     before = dict(ddp.__dict__)
-    ddp.reducer._remove_autograd_hooks()
-    # one set of buckets in memory at a time: the old one goes before the new one comes
-    for key in ("reducer", "logger"):
-        del ddp.__dict__[key]
-        before.pop(key)
-    gc.collect()
     try:
-        _construct(ddp, before, given)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            DistributedDataParallel.__init__(ddp, ddp.module, init_sync=False, **given)
     except BaseException:
-        _construct(ddp, before, former)
+        ddp.__dict__.clear()
+        ddp.__dict__.update(before)
         raise
-
-
-def _construct(ddp: DistributedDataParallel, before: dict[str, Any], given: dict[str, Any]) -> None:
-    """The stock constructor, and then everything that was on the wrapper ``before``."""
-    module = before["_modules"]["module"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        DistributedDataParallel.__init__(ddp, module, init_sync=False, **given)
+    # only now that there is a new reducer may the old one go: a job is never without
+    before.pop("logger")
+    before.pop("reducer")._remove_autograd_hooks()
     for key in (*_KEPT, "require_backward_grad_sync", "require_forward_param_sync"):
         ddp.__dict__[key] = before[key]
     for key, value in before.items():
         ddp.__dict__.setdefault(key, value)
+    gc.collect()  # the old buckets
 
 
 def reducer_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:

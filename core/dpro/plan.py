@@ -14,6 +14,8 @@ from typing import Any
 from dpro.errors import PlanError
 
 PLAN_VERSION = 1
+#: A bucket larger than this (1 TiB) is a mistake.
+MAX_CAP_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -139,4 +141,4 @@ def _is_groups(value: Any) -> bool:
 
 
 def _is_caps(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_number(v) and v > 0 for v in value)
+    return isinstance(value, list) and bool(value) and all(_is_number(v) and 0 < v <= MAX_CAP_MIB for v in value)

@@ -104,6 +104,8 @@ def make_plans(
         replay=played,
     )
     graph.info.update(traces[0].meta.extra.get("graph_info", {}))
+    if not settings.bucket_views:
+        knobs = knobs - {Knob.BUCKET_VIEW}
     if not knobs or settings.mode == "observe":
         return planned
     if not measured_ms:

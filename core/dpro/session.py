@@ -5,6 +5,7 @@ Rank 0 speaks for all. Output goes to stderr through rich; files go to the run f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -52,7 +53,9 @@ class Session:
         """One line, on rank 0 (or on the rank that is alone with its trouble)."""
         if self._rank == 0 or everywhere:
             who = "dpro" if self._rank == 0 else f"dpro (rank {self._rank})"
-            print(f"{who}: {text}", file=sys.stderr, flush=True)
+            # a job without a stderr, or with a broken one, goes on without our lines
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                print(f"{who}: {text}", file=sys.stderr, flush=True)
 
     def debug(self) -> None:
         """The stack of the error at hand, only where it was asked for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast, get_args
 
@@ -11,6 +11,7 @@ from dpro.errors import DproError
 
 Mode = Literal["observe", "suggest", "apply"]
 MODES: tuple[str, ...] = get_args(Mode)
+_ON = ("1", "on", "true", "yes")
 _OFF = ("", "0", "off", "false", "no")
 
 
@@ -36,6 +37,9 @@ class Settings:
     search_s: float = 10.0
     #: how long a rank waits for the others at a meeting point
     timeout_s: float = 30.0
+    #: also try DDP's gradient_as_bucket_view: faster where copies count, but code that keeps, detaches or
+    #: replaces ``.grad`` sees the difference, so it is yours to allow
+    bucket_views: bool = False
     runs_dir: str = "dpro_runs"
     #: a plan file: skips capture and search
     plan: str = ""
@@ -61,9 +65,9 @@ class Settings:
         """
         values: dict[str, Any] = {}
         mode = env.get("DPRO", "")
-        if active(env) and mode.lower() not in ("1", "on", "true", "yes"):
+        if active(env) and mode.lower() not in _ON:
             values["mode"] = cast(Mode, mode)
-        kinds = {"int": int, "float": float}
+        kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _switch}
         for item in fields(cls):
             text = env.get(f"DPRO_{item.name.upper()}")
             if text is None:
@@ -71,9 +75,16 @@ class Settings:
             try:
                 values[item.name] = kinds.get(str(item.type), str)(text)
             except ValueError:
-                raise DproError(f"DPRO_{item.name.upper()}={text!r} is not a number") from None
+                wanted = "on or off" if item.type == "bool" else "a number"
+                raise DproError(f"DPRO_{item.name.upper()}={text!r} is not {wanted}") from None
         values.update({key: value for key, value in given.items() if value is not None})
         return cls(**values)
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in (*_ON, *_OFF):
+        raise ValueError(text)
+    return text.lower() in _ON
 
 
 def active(env: Mapping[str, str] = os.environ) -> bool:

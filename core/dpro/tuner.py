@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from collections.abc import Callable, Generator
 from enum import Enum
@@ -107,10 +108,14 @@ class Tuner:
         now = self._clock()
         took = None if self._last is None else now - self._last
         self.steps += 1
+        # what we import on the way may draw from the generator that the job has seeded
+        drawn = random.getstate()
         try:
             self._life.send(took)
         except StopIteration:
             self._life = None
+        finally:
+            random.setstate(drawn)
         self._last = self._clock()
 
     def skip(self) -> None:
