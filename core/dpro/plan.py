@@ -47,6 +47,8 @@ class Plan:
     baseline_ms: float | None = None
 
     def __post_init__(self) -> None:
+        if type(self.version) is not int:
+            raise PlanError(f"plan version {str(self.version)[:20]!r} must be a whole number, such as {PLAN_VERSION}")
         if self.version != PLAN_VERSION:
             raise PlanError(f"plan version {self.version!r}, this dpro reads {PLAN_VERSION}")
         _check("fingerprint", self.fingerprint, _is_str_map)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -123,3 +124,21 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert count == 40_001
     assert peak < size / 2  # a few chunks of 1 MiB, as bytes and as text
+
+
+@pytest.mark.parametrize("unit", [b'{"ph":"X" ', b'{"ph":[', b'{"ph":', b'{"ts":[1,{"ph":"X"},', b'{"name":"'])
+def test_a_file_broken_throughout_takes_time_by_its_size(tmp_path: Path, unit: bytes) -> None:
+    """Each of the pieces opens a record that fails only after what follows is parsed: 2 MB in seconds, not hours."""
+    began = time.process_time()
+    _, file = read(tmp_path / "t.json", b'{"traceEvents":[' + unit * (2_000_000 // len(unit)))
+    assert time.process_time() - began < 8
+    assert file.losses.corrupt_records or file.losses.truncated_at is not None
+    assert file.losses.warnings()
+
+
+def test_many_corrupt_records_do_not_end_the_reading(tmp_path: Path) -> None:
+    good = json.dumps({"ph": "X", "name": "aten::mm", "ts": 1, "args": {"pad": "x" * 20_000}})
+    bad = '{"ph": "X", "name": "C:\\Users", "args": {"pad": "yes"}}'
+    records, file = read(tmp_path / "t.json", ("[" + ",\n".join([bad, bad, bad, good] * 300) + "]").encode())
+    assert len(records) == 300  # each longer than the piece that is tried first
+    assert (file.losses.corrupt_records, file.losses.given_up_at, file.losses.truncated_at) == (900, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -208,3 +209,40 @@ def test_a_step_finishes_when_the_device_work_it_launched_does(tmp_path: Path) -
     # 4 kernels of 30 µs a step: 15-135, then back to back until 255 and 375; the host is done at 100, 200, 300
     trace = read(syn.write(tmp_path / "rank0.json", _gpu_steps([4, 4, 4])))
     assert ((step_finish_ns(trace) - EPOCH_NS) // 1000).tolist() == [135, 255, 375]
+
+
+HUGE = 10**30
+
+
+@pytest.mark.parametrize(
+    ("extra", "header", "said"),
+    [
+        ({"cat": "cpu_op", "ts": 9_300_000_000_000_000}, {}, "1 event(s) at an absurd time dropped"),
+        ({"cat": "cpu_op", "ts": 9.3e30}, {}, "1 event(s) at an absurd time dropped"),
+        ({}, {"baseTimeNanoseconds": HUGE}, "1 base time out of range not applied"),
+        ({}, {"distributedInfo": {"rank": 2**61}}, "1 number(s) too large to be true taken as unknown"),
+        ({}, {"distributedInfo": {"rank": 0, "world_size": HUGE}}, "1 number(s) too large to be true taken as unknown"),
+        ({"args": {"correlation": HUGE}}, {}, "1 number(s) too large to be true taken as unknown"),
+        ({"args": {"In msg nelems": 2**61, "dtype": "Float"}}, {}, "1 number(s) too large to be true taken as unknown"),
+        ({"cat": "user_annotation", "name": "gloo:all_reduce", "tid": 9,
+          "args": {"Input Dims": [[2**40, 2**40]], "Input type": ["float"]}}, {},
+         "1 number(s) too large to be true taken as unknown"),
+        ({"cat": "user_annotation", "name": "gloo:all_reduce", "tid": 9,
+          "args": {"Input Dims": 5, "Input type": "x"}}, {}, None),
+        ({"cat": "user_annotation", "name": "gloo:all_reduce", "tid": 9,
+          "args": {"Input Dims": [[1]], "Input type": 5}}, {}, None),
+    ],
+)  # fmt: skip
+def test_numbers_that_fit_no_column_are_dropped_and_counted(
+    tmp_path: Path, extra: dict[str, object], header: dict[str, object], said: str | None
+) -> None:
+    event = {**syn.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 10, 20, 5), **extra, "ts": 10}
+    path = syn.write(tmp_path / "t.json", [syn.mark("ProfilerStep#0", 0, 100), syn.op("aten::a", 1, 9), event])
+    document = json.loads(path.read_text())
+    if "ts" in extra:
+        document["traceEvents"][-1]["ts"] = extra["ts"]
+    path.write_text(json.dumps({**document, **header}))
+    trace = read(path)
+    assert trace.warnings == ([said] if said else [])
+    assert "aten::a" in trace.names
+    assert all(int(trace.nbytes[i]) == -1 for i in np.flatnonzero(trace.kind == EventKind.COLLECTIVE))

@@ -2,7 +2,8 @@
 
 Knows JSON and gzip, not what a trace means. Chrome-style files are an object with one long
 ``traceEvents`` list, or that bare list (which some writers never close). Files cut in the middle
-and records that do not parse are survived: what was lost is counted and its byte offset kept.
+and records that do not parse are survived: what was lost is counted and its byte offset kept. The time
+spent on what does not parse is bounded by the size of the file; one that is broken throughout is given up.
 Numbers with a fraction or exponent come back as ``str``, so that no digit of a time stamp is lost
 on the way (a float of 1.6e15 µs has no nanoseconds left).
 """
@@ -25,6 +26,14 @@ _CHUNK_BYTES = 1 << 20
 _AHEAD_BYTES = 1 << 16
 #: No single record is larger; a broken one this long ends the reading.
 _MAX_RECORD_BYTES = 1 << 25
+#: Once a record failed, the next ones are tried on this much text first: the error of a failure counts the
+#: lines before it, which in all of the buffer takes longer than the parsing.
+_WARY_BYTES = 1 << 14
+#: Failures may cost this many characters of parsing, and twice as many as the file had so far.
+_WASTE_BYTES = 1 << 24
+#: What a failure costs at least, and one by nesting too deep, in the same unit (measured, CPython 3.11).
+_FAILURE_BYTES = 1 << 8
+_NESTING_BYTES = 1 << 16
 _GZIP_MAGIC = b"\x1f\x8b"
 #: Where the next record may start after a broken one (keys that open a Chrome trace event).
 _RECORD_START = re.compile(r'\{\s*"(?:ph|name|cat|pid|tid|ts|args)"\s*:')
@@ -38,6 +47,7 @@ class Losses:
     corrupt_records: int = 0
     corrupt_offsets: list[int] = field(default_factory=list)  # the first few
     truncated_at: int | None = None
+    given_up_at: int | None = None
 
     def warnings(self) -> list[str]:
         out = []
@@ -46,6 +56,8 @@ class Losses:
             out.append(f"{self.corrupt_records} corrupt record(s) skipped, at byte offset {where}")
         if self.truncated_at is not None:
             out.append(f"file ends early, at byte {self.truncated_at}: read up to there")
+        if self.given_up_at is not None:
+            out.append(f"too broken from byte {self.given_up_at} on: read up to there")
         return out
 
 
@@ -66,6 +78,7 @@ class TraceFile:
         self._at = 0  # index into _text
         self._base = 0  # byte offset of _text[0]
         self._ended = False
+        self._wasted = 0  # characters parsed in vain, see _WASTE_BYTES
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield every record of the event list that is a JSON object.
@@ -160,6 +173,8 @@ class TraceFile:
                     found = True
                     self._at += 1
                     yield from self._events()
+                    if self.losses.given_up_at is not None:
+                        break
                 else:
                     self.header[key] = self._value()
             except ValueError:
@@ -173,7 +188,6 @@ class TraceFile:
 
     def _events(self) -> Iterator[dict[str, Any]]:
         """The records of one list, cursor just after its ``[``."""
-        decode = self._decoder.raw_decode
         while True:
             mark = self._skip_space()
             if mark == "]":
@@ -183,13 +197,49 @@ class TraceFile:
                 self.losses.truncated_at = self._base + len(self._text)
                 return
             try:
-                record, self._at = decode(self._text, self._at)
+                record = self._record()
             except (ValueError, RecursionError):
+                if self._wasted > _WASTE_BYTES + 2 * (self._base + self._at):
+                    self.losses.given_up_at = self._base + self._at
+                    return
                 if not self._recover():
                     return
                 continue
             if isinstance(record, dict):
                 yield record
+
+    def _record(self) -> Any:
+        """Decode the value at the cursor; a failure is charged to ``_wasted`` and leaves the cursor."""
+        decode, text, at = self._decoder.raw_decode, self._text, self._at
+        if self._wasted:
+            piece = text[at : at + _WARY_BYTES]
+            try:
+                value, used = decode(piece)
+                if used < len(piece):  # else a number may go on after it
+                    self._at = at + used
+                    return value
+            except RecursionError:
+                self._wasted += _NESTING_BYTES
+                raise
+            except json.JSONDecodeError as error:
+                # Right before its end, or in a string, it may be only the piece that is broken.
+                cut = error.pos > len(piece) - 16 or error.msg.startswith("Unterminated")
+                if not cut:
+                    self._wasted += _FAILURE_BYTES + error.pos
+                    raise
+        try:
+            value, self._at = decode(text, at)
+            return value
+        except RecursionError:
+            self._wasted += _NESTING_BYTES
+            raise
+        except json.JSONDecodeError as error:
+            end = len(text) if error.msg.startswith("Unterminated") else error.pos
+            self._wasted += _FAILURE_BYTES + end - at
+            raise
+        except ValueError:  # a number of more digits than Python reads
+            self._wasted += _FAILURE_BYTES + _WARY_BYTES
+            raise
 
     def _recover(self) -> bool:
         """Move past a record that does not parse; False where the readable part of the file ends."""

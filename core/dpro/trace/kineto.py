@@ -9,6 +9,7 @@ warnings, never exceptions.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -24,6 +25,11 @@ from dpro.trace.steps import infer_steps, used_steps
 _NS_PER_US = 1000
 #: A longer event is an unfinished one (its end was never written).
 _MAX_DURATION_NS = 24 * 3600 * 10**9
+
+#: No clock is beyond this (2116, counted from 1970), so that differences and sums of times stay in int64.
+_MAX_TIME_NS = 1 << 62
+_MAX_BYTES = 1 << 50
+_MAX_RANK = 1 << 24
 
 _SYNC_CALLS = frozenset(
     f"{api}{what}Synchronize" for api in ("cuda", "hip") for what in ("Device", "Stream", "Event")
@@ -112,6 +118,9 @@ class _Reader:
         if start < 0 or (on_device and start == 0):
             self.counts["event(s) at time 0 or before dropped"] += 1
             return
+        if start >= _MAX_TIME_NS:
+            self.counts["event(s) at an absurd time dropped"] += 1
+            return
         if duration < 0 or duration > _MAX_DURATION_NS:
             self.counts["unfinished event(s) (negative or absurd duration) taken as 0 long"] += 1
             duration = 0
@@ -125,21 +134,28 @@ class _Reader:
     def _device_event(
         self, category: str, name: str, start: int, end: int, args: dict[str, Any], record: dict[str, Any]
     ) -> None:
-        flow = _integer(args.get("correlation", args.get("External id", args.get("external id"))))
+        flow = self._integer(args.get("correlation", args.get("External id", args.get("external id"))))
         resource = self._stream(args.get("stream", record.get("tid")), args.get("device"))
         if category in _MEMCPY:
-            nbytes = _integer(args.get("bytes"))
+            nbytes = self._bytes(args.get("bytes"))
             self.builder.add(name, EventKind.MEMCPY, resource, start, end, flow=flow, nbytes=nbytes)
         elif "nccl" in name[:24].lower() or "rccl" in name[:24].lower():
             facts = Collective(
                 name=_collective_name(str(args.get("Collective name") or name)),
                 group=str(args.get("Process Group Ranks") or args.get("Process Group Name") or ""),
-                sequence=_integer(args.get("Seq")),
-                group_size=_integer(args.get("Group size")),
+                sequence=self._integer(args.get("Seq")),
+                group_size=self._integer(args.get("Group size"), _MAX_RANK),
                 dtype=str(args.get("dtype", "")),
             )
             self.builder.add(
-                name, EventKind.COLLECTIVE, resource, start, end, facts, flow=flow, nbytes=_message_bytes(args)
+                name,
+                EventKind.COLLECTIVE,
+                resource,
+                start,
+                end,
+                facts,
+                flow=flow,
+                nbytes=self._bytes(_message_bytes(args)),
             )
         else:
             self.builder.add(name, EventKind.KERNEL, resource, start, end, flow=flow)
@@ -156,20 +172,32 @@ class _Reader:
                 kind = EventKind.EVENT_RECORD
             elif "StreamWaitEvent" in name:
                 kind = EventKind.STREAM_WAIT
-            flow = _integer(args.get("correlation", args.get("External id")))
+            flow = self._integer(args.get("correlation", args.get("External id")))
             self.builder.add(name, kind, thread, start, end, flow=flow)
         elif category in ("cpu_op", "operator"):
             self.op_thread[thread] += 1
             self.builder.add(name, EventKind.CPU_OP, thread, start, end)
         elif category == "user_annotation":
             if name.startswith("gloo:"):
-                self.gloo.append((name, thread, start, end, _shape_bytes(args)))
+                self.gloo.append((name, thread, start, end, self._bytes(_shape_bytes(args))))
                 return
             if name.startswith("ProfilerStep"):
                 self.profiler_steps.append((start, end))
             elif name.startswith("nccl:"):
-                self.sized.append((self.builder.resource_id(thread), start, end, _shape_bytes(args)))
+                self.sized.append((self.builder.resource_id(thread), start, end, self._bytes(_shape_bytes(args))))
             self.builder.add(name, EventKind.ANNOTATION, thread, start, end)
+
+    def _integer(self, value: Any, below: int = 1 << 62) -> int:
+        """``value``; -1 where it is no integer, or (counted) too large to be one of those."""
+        if type(value) is not int:
+            return -1
+        if not -below < value < below:
+            self.counts["number(s) too large to be true taken as unknown"] += 1
+            return -1
+        return value
+
+    def _bytes(self, value: Any) -> int:
+        return max(self._integer(value, _MAX_BYTES), -1)
 
     def _stream(self, stream: Any, device: Any) -> str:
         """Name of a stream; the device is named only from the second one on."""
@@ -194,7 +222,6 @@ class _Reader:
             raise TraceError(self.path, "no events in it" + (f" ({lost})" if lost else ""))
         self._identity(header)
         builder.warnings += file.losses.warnings()
-        builder.warnings += [f"{count} {what}" for what, count in sorted(self.counts.items())]
         trace = builder.freeze(self._steps())
         if not trace.steps:
             bounds, how = infer_steps(trace)
@@ -204,8 +231,11 @@ class _Reader:
         self._join_calls(trace)
         self._size_collectives(trace)
         base = header.get("baseTimeNanoseconds")
-        if type(base) is int:
+        if type(base) is int and -_MAX_TIME_NS < base < _MAX_TIME_NS - int(trace.end.max()):
             trace.shift(base)
+        elif type(base) is int:
+            self.counts["base time out of range not applied"] += 1
+        trace.warnings += [f"{count} {what}" for what, count in sorted(self.counts.items())]
         _, note = used_steps(trace)
         if note:
             trace.warnings.append(note)
@@ -215,13 +245,14 @@ class _Reader:
         meta, warnings = self.builder.meta, self.builder.warnings
         info = header.get("distributedInfo")
         info = info if isinstance(info, dict) else {}
-        meta.rank, meta.world_size = _integer(info.get("rank")), _integer(info.get("world_size"))
+        meta.rank = self._integer(info.get("rank"), _MAX_RANK)
+        meta.world_size = self._integer(info.get("world_size"), _MAX_RANK)
         meta.host = text(str(header.get("host_name", "")))
         if info.get("backend"):
             meta.extra["backend"] = str(info["backend"])
         if meta.rank < 0:
             match = _RANK_IN_NAME.search(self.path.name)
-            if match:
+            if match and len(match.group(1)) <= 7:  # 10 digits and more are a process or a time
                 meta.rank = int(match.group(1))
                 warnings.append(f"no rank in the file: {meta.rank} taken from its name")
 
@@ -246,7 +277,7 @@ class _Reader:
                 continue
             trace.columns["peer"][i] = streams.get(f"stream/{facts.get('stream')}", -1)
             trace.columns["link"][i] = streams.get(f"stream/{facts.get('wait_on_stream')}", -1)
-            trace.columns["flow"][i] = _integer(facts.get("wait_on_cuda_event_record_corr_id"))
+            trace.columns["flow"][i] = self._integer(facts.get("wait_on_cuda_event_record_corr_id"))
 
     def _size_collectives(self, trace: RankTrace) -> None:
         """Bytes of NCCL kernels without metadata, from the ``nccl:`` range around their launch."""
@@ -265,10 +296,6 @@ class _Reader:
                     trace.columns["nbytes"][i] = nbytes
 
 
-def _integer(value: Any) -> int:
-    return value if type(value) is int and -(2**62) < value < 2**62 else -1
-
-
 def _collective_name(name: str) -> str:
     """One spelling for ``allreduce``, ``all_reduce``, ``ncclKernel_AllReduce_RING_…``."""
     name = re.sub(r"^(?:ncclDevKernel|ncclKernel|rcclKernel|ncclKernels?)_?", "", name)
@@ -284,16 +311,24 @@ def _collective_name(name: str) -> str:
 
 def _message_bytes(args: dict[str, Any]) -> int:
     size = _DTYPE_BYTES.get(str(args.get("dtype", "")).lower())
-    count = _integer(args.get("In msg nelems"))
-    return count * size if size and count >= 0 else -1
+    count = args.get("In msg nelems")
+    return count * size if size and type(count) is int and count >= 0 else -1
 
 
 def _shape_bytes(args: dict[str, Any]) -> int:
     """Payload from recorded input shapes and types; -1 where they were not recorded."""
+    shapes, types = args.get("Input Dims"), args.get("Input type")
+    if not isinstance(shapes, list) or not isinstance(types, list):
+        return -1
     total = -1
-    types = args.get("Input type") or []
-    for dims, kind in zip(args.get("Input Dims") or [], types, strict=False):
+    for dims, kind in zip(shapes, types, strict=False):
         size = _DTYPE_BYTES.get(str(kind).lower())
-        if size and isinstance(dims, list) and dims and all(type(d) is int for d in dims):
-            total = max(total, 0) + size * int(np.prod(dims, dtype=np.int64))
+        if size and _is_shape(dims):
+            total = max(total, 0) + size * math.prod(dims)
     return total
+
+
+def _is_shape(dims: Any) -> bool:
+    if not isinstance(dims, list) or not 0 < len(dims) <= 64:
+        return False
+    return all(type(length) is int and 0 <= length <= _MAX_BYTES for length in dims)
