@@ -124,7 +124,7 @@ class _Watch:
 
     def _stop(self) -> None:
         """Take back every patch, let go of the job's objects."""
-        from dpro_integrations.torch_ddp import before_next_forward
+        from dpro_integrations.torch_forward import before_next_forward
 
         self._over = True
         self._restore()

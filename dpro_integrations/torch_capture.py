@@ -29,21 +29,28 @@ from dpro.trace import kineto
 from dpro.trace.model import RankTrace, Tensor
 from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
 
-#: A capture that lasts longer, or writes more, is given up: something else than training is going on.
-LIMIT_S = 300.0
+#: A captured step that lasts longer than any before, so many times and at least so long, or a capture that
+#: writes more, is given up: something else than training is going on.
+LIMIT_STEPS = 20.0
+LEAST_LIMIT_S = 2.0
 LIMIT_BYTES = 512 << 20
 #: Ops recorded to measure what recording one event costs.
 _PROBE_OPS = 400
+_TAKEN_OVER = "the job's own profiler took over"
 
 
 class Capture:
     """Profile ``ddp`` from construction to :meth:`finish` or :meth:`abort`.
 
+    Args:
+        ddp: the wrapper.
+        usual_s: the longest step so far, seconds.
+
     Raises:
         RuntimeError: a profiler is running already.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, usual_s: float) -> None:
         if _foreign_profiler():
             raise RuntimeError("the job's own profiler is running")
         self._ddp = ddp
@@ -52,7 +59,8 @@ class Capture:
         self._range: record_function | None = None
         self._step = 0
         self._lost = ""
-        self._deadline = time.monotonic() + LIMIT_S
+        self._limit_s = max(LEAST_LIMIT_S, LIMIT_STEPS * usual_s)
+        self._deadline = 0.0
         plain_ns = _probe_ns()
         self._restore: Callable[[], None] | None = None
         self._profiler: profile | None = profile(activities=_activities(ddp))
@@ -87,7 +95,9 @@ class Capture:
         contention = self._host.since()
         profiler, steps = self._profiler, self._step - 1
         self._detach()
-        assert profiler is not None
+        assert profiler is not None and profiler.profiler is not None
+        if not profiler.profiler.kineto_results.events():  # to write an empty one crashes
+            raise RuntimeError(_TAKEN_OVER)
         first, last = self._clock_pair, _clock_pair_ns()
         with tempfile.TemporaryDirectory(prefix="dpro-") as folder:
             path = Path(folder) / f"rank{dist.get_rank()}.json"
@@ -123,12 +133,13 @@ class Capture:
         def accumulated(_: torch.Tensor) -> None:
             ready.append(number)
             if time.monotonic() > self._deadline and not self._lost:
-                self._give_up(f"the capture did not end within {LIMIT_S:g} s")
+                self._give_up(f"a captured step did not end within {self._limit_s:.3g} s")
 
         return accumulated
 
     def _open_step(self) -> None:
         self._ready.clear()
+        self._deadline = time.monotonic() + self._limit_s
         self._range = record_function(f"ProfilerStep#{self._step}")
         self._range.__enter__()
         self._step += 1
@@ -140,7 +151,7 @@ class Capture:
             self._last_ready = list(self._ready)
 
     def _give_way(self) -> None:
-        self._give_up("the job's own profiler took over")
+        self._give_up(_TAKEN_OVER)
 
     def _give_up(self, reason: str) -> None:
         self._lost = self._lost or reason
@@ -179,22 +190,6 @@ class Capture:
             )
             for number, (name, p) in enumerate(reducer_parameters(self._ddp))
         ]
-
-
-def forward_outstanding(trace: RankTrace) -> bool:
-    """Whether a step ended with a forward pass whose backward pass had not run yet (delayed gradients)."""
-    forward = _starts(trace, "DistributedDataParallel.forward")
-    ready = _starts(trace, "torch::autograd::AccumulateGrad")
-    for begin, end in trace.step_bounds.tolist():
-        last_forward = max((t for t in forward if begin <= t < end), default=None)
-        last_ready = max((t for t in ready if begin <= t < end), default=None)
-        if last_forward is not None and last_ready is not None and last_forward > last_ready:
-            return True
-    return False
-
-
-def _starts(trace: RankTrace, name: str) -> list[int]:
-    return [int(t) for t in trace.start[trace.name == trace.names.index(name)]] if name in trace.names else []
 
 
 class HostLoad:
@@ -305,5 +300,6 @@ def _foreign_profiler() -> bool:
     if torch.autograd._profiler_enabled():
         return True
     # one that is only prepared is known to nobody but itself
-    alive = (o.profiler for o in gc.get_objects() if isinstance(o, torch.profiler._KinetoProfile))
+    # (isinstance() would ask an object for its class, which proxies and lazy modules answer with side effects)
+    alive = (o.profiler for o in gc.get_objects() if issubclass(type(o), torch.profiler._KinetoProfile))
     return any(getattr(p, "entered", False) and getattr(p, "kineto_results", None) is None for p in alive)

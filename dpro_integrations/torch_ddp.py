@@ -1,7 +1,7 @@
 """PyTorch DistributedDataParallel: the adapter, and :func:`autotune` for a plain training loop.
 
 Example: ``examples/plain_ddp.py``. Re-wrapping is in ``torch_rewrap``, profiling in
-``torch_capture``, agreement between ranks in ``torch_exchange``.
+``torch_capture``, agreement between ranks in ``torch_exchange``, hooks in ``torch_forward``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,9 +29,17 @@ from dpro.settings import Settings, disabled
 from dpro.trace.model import RankTrace
 from dpro.tuner import Tuner
 from dpro_integrations.base import step_aside
-from dpro_integrations.torch_capture import Capture, forward_outstanding
+from dpro_integrations.torch_capture import Capture
 from dpro_integrations.torch_exchange import StoreExchange
-from dpro_integrations.torch_rewrap import HAS_CAP_LIST, arguments, reducer_parameters, rewrap, why_fixed
+from dpro_integrations.torch_forward import OrderWatch, before_next_forward
+from dpro_integrations.torch_rewrap import (
+    HAS_CAP_LIST,
+    arguments,
+    built_over_these,
+    reducer_parameters,
+    rewrap,
+    why_fixed,
+)
 
 _OPTIONS = ("gradient_as_bucket_view", "batched_grad_copy")
 #: Wrappers that have or had a tuner, so that callback and environment never both tune one job.
@@ -71,9 +80,13 @@ class TorchDDPAdapter:
         self.exchange: Exchange = StoreExchange.of_job(tag)
         self._ddp = ddp
         self._original: dict[str, Any] | None = None
-        self._built = [id(p) for _, p in reducer_parameters(ddp)]
+        # the tuner may be made inside optimizer.step(), around which the job has frozen something
+        self._built = [id(p) for _, p in reducer_parameters(ddp)] if built_over_these(ddp) else None
         self._hooked = bool(ddp._comm_hooks)
-        self._early_forward = False
+        self._order: OrderWatch | None = None
+        self._early_forward: bool | None = None
+        self._seen_at = time.monotonic()
+        self._longest_s = 0.0
         self._capture: Capture | None = None
 
     def capabilities(self) -> set[Knob]:
@@ -92,6 +105,7 @@ class TorchDDPAdapter:
         return why_fixed(self._ddp)
 
     def obstacle(self) -> str:
+        self._look()
         if self._ddp._join_config.enable:
             return "the job runs under Join (uneven inputs)"
         if self._ddp._comm_hooks and not self._hooked:
@@ -99,6 +113,17 @@ class TorchDDPAdapter:
         if [id(p) for _, p in reducer_parameters(self._ddp)] != self._built:
             return "parameters were frozen, unfrozen or replaced since DDP was made"
         return ""
+
+    def _look(self) -> None:
+        """Over the second step: the order of forward and step. Over all steps: how long they take."""
+        now = time.monotonic()
+        self._longest_s = max(self._longest_s, now - self._seen_at)
+        self._seen_at = now
+        if self._order is not None:
+            self._early_forward = self._order.ends_early()
+            self._order = None
+        elif self._early_forward is None:
+            self._order = OrderWatch(self._ddp)
 
     def fingerprint(self) -> dict[str, str]:
         shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in reducer_parameters(self._ddp)]
@@ -110,7 +135,7 @@ class TorchDDPAdapter:
         }
 
     def start_capture(self) -> None:
-        self._capture = Capture(self._ddp)
+        self._capture = Capture(self._ddp, usual_s=self._longest_s)
 
     def mark_step(self) -> None:
         if self._capture is not None:
@@ -120,9 +145,7 @@ class TorchDDPAdapter:
         capture, self._capture = self._capture, None
         if capture is None:
             raise RuntimeError("no capture is running")
-        trace = capture.finish()
-        self._early_forward = forward_outstanding(trace)
-        return trace
+        return capture.finish()
 
     def abort_capture(self) -> None:
         capture, self._capture = self._capture, None
@@ -174,6 +197,9 @@ class TorchDDPAdapter:
         return digest.hexdigest()
 
     def close(self) -> None:
+        if self._order is not None:
+            self._order.ends_early()
+            self._order = None
         self.abort_capture()
 
 
@@ -278,38 +304,3 @@ def _follow(tuner: Tuner, ddp: DistributedDataParallel, optimizer: torch.optim.O
 
     # a compiled optimizer step must not be compiled into ours
     handle = optimizer.register_step_post_hook(torch.compiler.disable(stepped))
-
-
-def before_next_forward(ddp: DistributedDataParallel, action: Callable[[], None]) -> None:
-    """Call ``action`` once, as the next forward of ``ddp`` begins.
-
-    For hooks that take themselves away: an optimizer walks its live dictionary of hooks, in which
-    nothing may be removed meanwhile, and the job may have hooks behind ours. A module walks a copy.
-    """
-
-    hook = _Once(action)
-    hook.handle = ddp.register_forward_pre_hook(hook)
-
-
-class _Once:
-    """A forward hook that goes away by itself; in a pickled or copied model it is one that does nothing."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-        self.handle: Any = None
-
-    def __call__(self, *_: Any) -> None:
-        self.handle.remove()
-        self._action()
-
-    def __reduce__(self) -> Any:
-        return _do_nothing, ()
-
-
-class _Nothing:
-    def __call__(self, *_: Any) -> None:
-        return None
-
-
-def _do_nothing() -> _Nothing:
-    return _Nothing()

@@ -57,6 +57,15 @@ def why_fixed(ddp: DistributedDataParallel) -> str:
     return ""
 
 
+def built_over_these(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer was built over just those parameters that need a gradient now."""
+    left_out = ddp.parameters_to_ignore
+    present = [p for name, p in ddp.module.named_parameters() if name not in left_out]
+    made = ddp._module_parameters
+    same = len(made) == len(present) and all(a is b for a, b in zip(made, present, strict=True))
+    return same and sum(p.requires_grad for p in present) == ddp._get_ddp_logging_data()["num_parameter_tensors"]
+
+
 def arguments(ddp: DistributedDataParallel) -> dict[str, Any]:
     """The constructor's arguments that would make this wrapper again, bucket sizes included."""
     given: dict[str, Any] = {key: getattr(ddp, key) for key in _SAME_NAME if key in _SIGNATURE and hasattr(ddp, key)}

@@ -125,7 +125,7 @@ def test_checkpoints_are_what_they_were(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_profiler_that_runs_already(ranks: Ranks, tmp_path: Path, legacy: bool) -> None:
     found = both(ranks, tmp_path, f"{DRILLS}:profiled", first=0, until=20, legacy=legacy)
-    one_line(found, "another profiler is running")
+    one_line(found, "the job's own profiler is running")
     assert found.values[0]["addmm"] == 21 * 5
     assert not found.values[0]["profiling"]
 
