@@ -1,0 +1,79 @@
+"""Hooks on a model's forward for a step or so, which a job can neither save nor copy by mistake.
+
+Knows nothing of tuning. For :func:`before_next_forward` and :class:`OrderWatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpro_integrations.torch_rewrap import reducer_parameters
+
+
+def before_next_forward(module: nn.Module, action: Callable[[], None]) -> None:
+    """Call ``action`` once, as the next forward of ``module`` begins.
+
+    For hooks that take themselves away: an optimizer walks its live dictionary of hooks, in which
+    nothing may be removed meanwhile, and the job may have hooks behind ours. A module walks a copy.
+    """
+
+    def once() -> None:
+        handle.remove()
+        action()
+
+    handle = module.register_forward_pre_hook(_Hook(once))
+
+
+class OrderWatch:
+    """From construction to :meth:`ends_early`, over a step: does the next forward begin before the step ends?
+
+    Such a job (delayed gradients) holds a graph of the present reducer at every step's end, so that
+    there is no moment at which the reducer may be replaced.
+    """
+
+    def __init__(self, ddp: Any) -> None:
+        self._open = False
+        self._seen = False
+        self._handles = [ddp.register_forward_pre_hook(_Hook(self._forward))]
+        self._handles += [
+            parameter.register_post_accumulate_grad_hook(self._accumulated) for _, parameter in reducer_parameters(ddp)
+        ]
+
+    def ends_early(self) -> bool:
+        """Take the hooks away; whether a forward was begun after the last gradient was there."""
+        for handle in self._handles:
+            handle.remove()
+        return self._open and self._seen
+
+    def _forward(self) -> None:
+        self._open |= torch.is_grad_enabled()
+
+    def _accumulated(self, _: torch.Tensor) -> None:
+        self._open, self._seen = False, True
+
+
+class _Hook:
+    """A forward hook; in a copied or pickled model one that does nothing."""
+
+    def __init__(self, action: Callable[[], None] | None) -> None:
+        self._action = action
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if self._action is not None:
+            self._action()
+            return
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is self]:
+            del hooks[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(None)
+
+    def __reduce__(self) -> Any:
+        # not ours: a model that was saved must load where there is no dpro
+        return getattr, (nullcontext(), "__exit__")
