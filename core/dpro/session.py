@@ -6,6 +6,7 @@ Rank 0 speaks for all. Output goes to stderr through rich; files go to the run f
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -53,9 +54,7 @@ class Session:
         """One line, on rank 0 (or on the rank that is alone with its trouble)."""
         if self._rank == 0 or everywhere:
             who = "dpro" if self._rank == 0 else f"dpro (rank {self._rank})"
-            # a job without a stderr, or with a broken one, goes on without our lines
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                print(f"{who}: {text}", file=sys.stderr, flush=True)
+            _write(f"{who}: {text}\n")
 
     def debug(self) -> None:
         """The stack of the error at hand, only where it was asked for."""
@@ -73,7 +72,10 @@ class Session:
         from dpro.report.table import to_text
 
         table = outcome_table(outcome)
-        Console(stderr=True).print(table)
+        console = Console(stderr=True)
+        with console.capture() as printed:
+            console.print(table)
+        _write(printed.get())
         try:
             files = self._write(outcome, to_text(table))
             self.say("wrote " + ", ".join(str(path) for path in files))
@@ -107,6 +109,23 @@ class Session:
         html.write(page, summary, outcome_rows(outcome), outcome.verdict.value)
         perfetto.export(planned.graph, planned.replay, timeline)
         return [report, page, timeline]
+
+
+def _write(text: str) -> None:
+    """To stderr; a job without one, or with a broken one, goes on without our lines."""
+    stream = sys.stderr
+    if stream is None:  # print() would take stdout
+        return
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        stream.flush()
+        file = getattr(getattr(stream, "buffer", None), "raw", None)
+        if type(stream) is not io.TextIOWrapper or not isinstance(file, io.FileIO):
+            print(text, end="", file=stream, flush=True)
+            return
+        # past the buffers: what a full disk leaves in them would fail Python's own flush at the job's end
+        left = text.encode(stream.encoding, "backslashreplace")
+        while left and (written := file.write(left)):
+            left = left[written:]
 
 
 def outcome_rows(outcome: Outcome) -> list[ArmRow]:
