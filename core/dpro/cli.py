@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
@@ -37,6 +38,8 @@ app = typer.Typer(
 
 #: Who can choose the edits (design: fastt, heterog and disco are to come).
 STRATEGIES = ("dpro",)
+#: A regular expression may take time exponential in a name's length; an honest one takes milliseconds.
+PATTERN_SECONDS = 2.0
 
 PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A run folder, a trace file, or a folder of them.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
@@ -49,11 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     if not os.environ.get("DPRO_DEBUG"):
         warnings.simplefilter("ignore")  # what concerns the reader is in `warnings` of the answer
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller (`>&-`): as Python's print, say nothing there
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (and the next file must not take its number)
+        stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a name no terminal can show must not end a command
     try:
         code = app(list(sys.argv[1:] if arguments is None else arguments), prog_name="dpro", standalone_mode=False)
+        sys.stdout.flush()
+    except OSError as error:  # of --version and --help, which no command guards
+        code = _failed_output(error)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
@@ -81,11 +90,8 @@ def command(function: F) -> F:
             sys.stdout.flush()
         except DproError as error:
             _fail(str(error), 2)
-        except BrokenPipeError:  # `dpro … | head`: the reader has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(141) from None
         except OSError as error:
-            _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
+            raise typer.Exit(_failed_output(error)) from None
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
@@ -160,24 +166,27 @@ def optimize(
 ) -> None:
     """Search for a faster plan, judged by replay."""
     from dpro.adapter import Knob
-    from dpro.graph.assemble import assemble
     from dpro.passes import registry
+    from dpro.report import files
     from dpro.search.critical_path import optimize as search
 
     if strategy not in STRATEGIES:
         raise typer.BadParameter(f"{strategy!r}: there is {', '.join(STRATEGIES)}", param_hint="--strategy")
+    if output is not None:
+        files.claim(output, path)
     knobs: set[Knob] = set()
     for name in filter(None, (part.strip() for part in passes.split(","))):
         knobs |= registry.find(name).knobs
     traces = _load(path)
-    graph = assemble(traces)
+    graph = _assemble(path, traces)
     found = search(graph, knobs=knobs, fingerprint=_fingerprint(traces))
     best = found.candidates[0] if found.candidates else None
-    warnings = list(dict.fromkeys(graph.warnings))
+    warnings = list(graph.warnings)
     if best is None:
         warnings.append(f"no plan is faster than the settings captured ({found.stopped})")
     elif output is not None:
-        best.plan.save(output)
+        with files.naming(output):
+            best.plan.save(output)
     if json:
         plans = [{"name": c.name, "predicted_ms": c.predicted_ms, "plan": asdict(c.plan)} for c in found.candidates]
         _print_json(
@@ -217,6 +226,7 @@ def whatif(
     """Predict a step with another network, faster ops or more workers."""
     from dpro.replay import whatif as ask
     from dpro.replay.engine import replay as run
+    from dpro.report.patience import at_most
 
     if bandwidth is None and not scale and workers is None:
         raise typer.BadParameter("ask something: --bandwidth, --scale or --workers")
@@ -226,7 +236,8 @@ def whatif(
     try:
         for item in scale or []:
             pattern, factor = _pattern_and_factor(item)
-            assumptions.append(ask.scale_ops(graph, pattern, factor).assumption)
+            with at_most(PATTERN_SECONDS, ask.WhatIfError(f"pattern {pattern!r} takes too long to match")):
+                assumptions.append(ask.scale_ops(graph, pattern, factor).assumption)
         if workers is not None:
             assumptions.append(ask.set_workers(graph, workers).assumption)
         if bandwidth is not None:
@@ -257,12 +268,15 @@ def export(
     """Write the replayed and the measured schedule as one trace for Perfetto."""
     from dpro.replay.engine import replay as run
     from dpro.replay.path import critical_path
+    from dpro.report import files
     from dpro.report.perfetto import export as write
 
+    files.claim(perfetto, path)
     traces = _load(path)
     graph = _assemble(path, traces)
     result = run(graph)
-    events = write(graph, result, perfetto, critical=critical_path(graph, result), measured=traces)
+    with files.naming(perfetto):
+        events = write(graph, result, perfetto, critical=critical_path(graph, result), measured=traces)
     typer.echo(f"{perfetto}: {events:,} events of {graph.ranks} ranks; open it at ui.perfetto.dev")
     _print_warnings(graph.warnings)
 
@@ -273,7 +287,7 @@ def report(
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="OUT.html", help="Where to.")] = None,
 ) -> None:
     """Write one HTML page that needs no network: figures, breakdown, top ops, warnings."""
-    from dpro.report import html, table
+    from dpro.report import files, html, table
     from dpro.report.outcome import read_outcome
     from dpro.trace.store import RunFolder
 
@@ -288,10 +302,12 @@ def report(
             typer.echo(f"{table.printable(outcome.verdict)}: {reason}")
         _print_warnings([f"{path}: no traces in it, so no page is written"])
         return
-    summary = _summary(path)
     if output is None:  # a run folder keeps its own report
         output = folder.page_file if ours else Path(path.resolve().name.split(".")[0] + ".html")
-    html.write(output, summary, outcome.rows if outcome else (), outcome.verdict if outcome else "")
+    files.claim(output, path)
+    summary = _summary(path)
+    with files.naming(output):
+        html.write(output, summary, outcome.rows if outcome else (), outcome.verdict if outcome else "")
     typer.echo(f"{output}")
 
 
@@ -367,10 +383,13 @@ def _load(path: Path) -> list[RankTrace]:
 def _assemble(path: Path, traces: list[RankTrace]) -> Graph:
     """The median step, alone: a replay of the very window it is compared with could not be wrong."""
     from dpro.graph.assemble import assemble
+    from dpro.replay.whatif import MAX_TOTAL_NS, total_ns
 
     graph = assemble(traces)
     if not len(graph):
         raise TraceError(path, "no op in its steps: nothing to replay")
+    if total_ns(graph) >= MAX_TOTAL_NS:
+        raise TraceError(path, "its step would last for years: its times cannot be right")
     graph.warnings = list(dict.fromkeys(graph.warnings))
     return graph
 
@@ -449,10 +468,24 @@ def _print_warnings(warnings: Sequence[str]) -> None:
         _say(f"warning: {warning}")
 
 
+def _failed_output(error: OSError) -> int:
+    """Say what the system refused, if anybody is there to hear it; the exit code."""
+    if error.filename:
+        _say(f"{error.filename}: {error.strerror}")
+        return 2
+    with suppress(OSError, ValueError):  # what is still in the buffer must not fail again at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):  # `dpro … | head`: the reader has seen enough
+        return 141
+    _say(f"standard output: {error.strerror or error}")
+    return 2
+
+
 def _say(text: str) -> None:
     """One line on stderr, whatever is in it."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    typer.echo(line, err=True)
+    with suppress(OSError):
+        typer.echo(line, err=True)
 
 
 def _fail(text: str, code: int) -> NoReturn:

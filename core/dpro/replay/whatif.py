@@ -30,6 +30,12 @@ _RING: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
 }
 
+#: Factors beyond these are slips of the keyboard; nothing is a million times as fast or slow.
+MAX_FACTOR = 1e6
+MAX_WORKERS = 1 << 24
+#: All durations and gaps together; the engine counts in 62 bits.
+MAX_TOTAL_NS = 1 << 61
+
 _UNITS_GBIT = {"gbit": 1.0, "gbps": 1.0, "mbit": 1e-3, "mbps": 1e-3}  # GB or Gb? not guessed
 
 
@@ -53,15 +59,17 @@ def scale_ops(graph: Graph, pattern: str, factor: float) -> Change:
     """
     try:
         regex = re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise WhatIfError(f"{pattern!r} is not a regular expression ({error})") from error
-    if not (np.isfinite(factor) and factor >= 0):
-        raise WhatIfError(f"factor {factor} for {pattern!r} must be a finite number, 0 or more")
+    if not 0 <= factor <= MAX_FACTOR:
+        raise WhatIfError(
+            f"factor {factor} for {pattern!r} must be a finite number, 0 or more and {MAX_FACTOR:,.0f} at most"
+        )
     hit = np.fromiter((regex.search(name) is not None for name in graph.name_table), "?", len(graph.name_table))
     ops = _living(graph, hit[graph.column("name")] if len(hit) else np.zeros(0, "?"))
     if not len(ops):
         raise WhatIfError(f"no op's name matches {pattern!r}")
-    graph.scale(ops, factor)
+    _stretch(graph, ops, graph.column("duration")[ops] * factor)
     return Change(len(ops), f"{len(ops)} ops matching {pattern!r} take {factor:g}× their time")
 
 
@@ -87,9 +95,14 @@ def scale_bandwidth(graph: Graph, bandwidth: str, *, ns_per_byte: float = 0.0, l
     # What the link carries is more than the payload: each rank of a ring sends it 2 (n-1)/n times.
     measured_gbit = 8 / ns_per_byte * _RING["allreduce"](max(_workers(graph), 2)) if ns_per_byte > 0 else None
     factor = parse_bandwidth(bandwidth, measured_gbit)
+    if not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
+        raise WhatIfError(
+            f"bandwidth {bandwidth!r}: {factor:.3g}× the one measured; "
+            f"{1 / MAX_FACTOR:g}× to {MAX_FACTOR:g}× can be asked"
+        )
     before = graph.column("duration")[ops]
     fixed = np.minimum(before, latency_ns)
-    graph.set_many(ops, "duration", fixed + (before - fixed) / factor)
+    _stretch(graph, ops, fixed + (before - fixed) / factor)
     said = f"{len(ops)} transfers at {factor:.4g}× the bandwidth measured"
     if measured_gbit:
         said += f" (about {measured_gbit:.3g} Gbit/s)"
@@ -124,8 +137,10 @@ def set_workers(graph: Graph, workers: int) -> Change:
     Raises:
         WhatIfError: fewer than 2 workers now or then, no collective, or one with no such model.
     """
-    if workers < 2:
-        raise WhatIfError(f"{workers} workers: a collective needs 2 or more")
+    if not 2 <= workers <= MAX_WORKERS:
+        raise WhatIfError(
+            f"{workers} workers: a collective needs 2 or more, and {MAX_WORKERS:,} are the most that can be asked"
+        )
     now = _workers(graph)
     if now < 2:
         raise WhatIfError("the trace is of 1 worker: it holds no transfer to scale to more")
@@ -138,7 +153,7 @@ def set_workers(graph: Graph, workers: int) -> Change:
         if model is None:
             raise WhatIfError(f"no model says how {graph.name_of(op)!r} grows with the number of workers")
         factors[index] = _RING[model](workers) / _RING[model](now)
-    graph.set_many(ops, "duration", graph.column("duration")[ops] * factors)
+    _stretch(graph, ops, graph.column("duration")[ops] * factors)
     return Change(
         len(ops),
         f"{now} → {workers} workers: ring collectives, so an all-reduce's transfer grows as 2(N-1)/N; "
@@ -150,6 +165,20 @@ def ring_model(name: str) -> str | None:
     """Which ring formula a collective's name asks for ("ncclDevKernel_AllReduce_Sum…" -> "allreduce")."""
     plain = re.sub(r"[^a-z]", "", name.lower())
     return next((model for model in _RING if model in plain), None)
+
+
+def total_ns(graph: Graph) -> float:
+    """All durations and gaps together: what a step could last at most."""
+    alive = graph.column("alive")
+    return float(sum(graph.column(key)[alive].sum(dtype=np.float64) for key in ("duration", "gap")))
+
+
+def _stretch(graph: Graph, ops: npt.NDArray[np.int64], durations: npt.NDArray[np.float64]) -> None:
+    """Set durations, unless the step could then last longer than the engine can count."""
+    before = float(graph.column("duration")[ops].sum(dtype=np.float64))
+    if not total_ns(graph) - before + float(durations.sum()) < MAX_TOTAL_NS:
+        raise WhatIfError("a step would last for years: ask for less")
+    graph.set_many(ops, "duration", durations)
 
 
 def _workers(graph: Graph) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpro.errors import TraceError
+from dpro.trace import stored as stored_checks
 
 FORMAT_VERSION = 1
 
@@ -193,7 +194,7 @@ class RankTrace:
         """Read what :meth:`save` wrote.
 
         Raises:
-            TraceError: not such a file, or written by a newer dpro.
+            TraceError: not such a file, written by a newer dpro, or with numbers that fit nothing in it.
         """
         if isinstance(path, Path):  # opened here: numpy leaves a file open that is no zip
             try:
@@ -206,13 +207,14 @@ class RankTrace:
     @classmethod
     def _load(cls, file: IO[bytes], path: object) -> RankTrace:
         try:
+            stored_checks.check_sizes(file)
             with np.load(file, allow_pickle=False) as stored:
                 side = json.loads(stored["side"].tobytes())
                 if side["version"] != FORMAT_VERSION:
                     raise TraceError(path, f"trace version {side['version']}, this dpro reads {FORMAT_VERSION}")
                 columns = {key: stored[key] for key in COLUMNS}
                 bounds = stored["step_bounds"]
-            return cls(
+            trace = cls(
                 meta=Meta(**side["meta"]),
                 columns=columns,
                 names=side["names"],
@@ -222,8 +224,15 @@ class RankTrace:
                 collectives={int(k): Collective(**c) for k, c in side["collectives"].items()},
                 warnings=side["warnings"],
             )
+            stored_checks.check(trace, COLUMNS, len(EventKind))
+            if backward := int((trace.end < trace.start).sum()):
+                trace.warnings.append(f"{backward} event(s) that end before they start taken as 0 long")
+                trace.columns["end"] = np.maximum(trace.start, trace.end)
+            return trace
         except TraceError:
             raise
+        except stored_checks.Unfit as error:
+            raise TraceError(path, f"not a dpro trace ({error})") from error
         except Exception as error:  # zip, json, key and type errors all mean the same to the reader
             raise TraceError(path, f"not a dpro trace ({type(error).__name__})") from error
 

@@ -116,13 +116,24 @@ def load(path: Path) -> list[RankTrace]:
     return _load_folder(path)
 
 
+def input_files(path: Path) -> list[Path]:
+    """The files that :func:`load` may read at ``path``; none where there is nothing."""
+    if not path.is_dir():
+        return [path] if path.exists() else []
+    return RunFolder(path).trace_files() or [f for f in path.iterdir() if f.is_file() and _plausible(f)]
+
+
+def _plausible(file: Path) -> bool:
+    return file.name.endswith(_SUFFIXES) and file.name not in _OWN_FILES
+
+
 def _load_folder(path: Path) -> list[RankTrace]:
     try:
         files = sorted((f for f in path.iterdir() if f.is_file()), key=lambda f: _natural(f.name))
     except OSError as error:
         raise TraceError(path, f"cannot be read ({error.strerror})") from error
     notes = []
-    plausible = [f for f in files if f.name.endswith(_SUFFIXES) and f.name not in _OWN_FILES]
+    plausible = [f for f in files if _plausible(f)]
     chakra = [f for f in plausible if _CHAKRA.match(f.name)]
     plausible = [f for f in plausible if f not in chakra]
     if chakra:
