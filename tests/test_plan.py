@@ -66,6 +66,12 @@ def test_settings_leave_identity_and_predictions_aside() -> None:
     }
 
 
+@pytest.mark.parametrize("version", ['"1"', "1.0", "true", "null"])
+def test_a_version_is_a_whole_number(version: str) -> None:
+    with pytest.raises(PlanError, match="must be a whole number, such as 1"):
+        Plan.loads(f'{{"version": {version}}}')
+
+
 def test_unknown_key_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown key 'bucket_cap'"):
         Plan.loads('{"bucket_cap": [25]}')

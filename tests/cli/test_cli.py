@@ -153,6 +153,13 @@ def test_workers_of_traces_that_do_not_know_their_number(tmp_path: Path) -> None
     assert answer["assumptions"][0].startswith("2 → 4 workers")
     # 2(N-1)/N goes from 1 to 1.5: 100 µs become 150
     assert answer["predicted_ms"] - answer["baseline_ms"] == pytest.approx(0.05)
+    for words, said in (
+        (["--workers", 10**23], "16,777,216 are the most"),
+        (["--workers", 1], "2 or more"),
+        (["--bandwidth", "1e-320x"], "1e-06× to 1e+06×"),
+        (["--bandwidth", "1e9x"], "1e-06× to 1e+06×"),
+    ):
+        assert said in one_line(run("whatif", tmp_path, *words, code=2)[1])
 
 
 def test_optimize_of_a_job_without_gradients_says_so(tmp_path: Path, trace: Path) -> None:
@@ -300,13 +307,22 @@ def test_cut_file_is_read_as_far_as_it_goes(tmp_path: Path, packed: bool) -> Non
         (["whatif", "{trace}", "--scale", "aten=fast"], "is not REGEX=FACTOR"),
         (["whatif", "{trace}", "--scale", "aten=-1"], "finite number, 0 or more"),
         (["whatif", "{trace}", "--scale", "aten=nan"], "finite number, 0 or more"),
+        (["whatif", "{trace}", "--scale", ".*=1e18"], "1,000,000 at most"),
+        (["whatif", "{trace}", "--scale", ".*=1e308"], "1,000,000 at most"),
+        (["whatif", "{trace}", "--scale", "aten=1e6", "--scale", "aten=1e6", "--scale", "aten=1e6"], "last for years"),
+        (["whatif", "{trace}", "--scale", "a{{99999999999}}=2"], "not a regular expression"),
         (["whatif", "{trace}", "--bandwidth", "fast"], "bandwidth"),
         (["whatif", "{trace}", "--bandwidth", "2x"], "no collective"),
         (["whatif", "{trace}", "--workers", "8"], "1 worker"),
         (["whatif", "{trace}", "--workers", "many"], "--workers"),
         (["optimize", "{trace}", "--strategy", "magic"], "there is dpro"),
         (["optimize", "{trace}", "--passes", "magic"], "no pass named 'magic'; there are: "),
-        (["export", "{trace}", "--perfetto", "{tmp}/no/such/out.json"], "No such file"),
+        (["export", "{trace}", "--perfetto", "{tmp}/no/such/out.json"], "{tmp}/no/such/out.json: No such file"),
+        (["optimize", "{trace}", "-o", "{tmp}/no/such/plan.json"], "{tmp}/no/such/plan.json: No such file"),
+        (["export", "{trace}", "--perfetto", "{trace}"], "{trace}: is a trace that was asked about"),
+        (["export", "{tmp}", "--perfetto", "{trace}"], "{trace}: is a trace that was asked about"),
+        (["report", "{trace}", "-o", "{trace}"], "{trace}: is a trace that was asked about"),
+        (["optimize", "{trace}", "-o", "{trace}"], "{trace}: is a trace that was asked about"),
         (["report", "{trace}", "-o", "{tmp}"], "directory"),
         (["export", "{trace}"], "--perfetto"),
         (["replay"], "PATH"),
@@ -317,8 +333,9 @@ def test_cut_file_is_read_as_far_as_it_goes(tmp_path: Path, packed: bool) -> Non
 def test_bad_question_is_one_line(tmp_path: Path, trace: Path, words: list[str], said: str) -> None:
     done = main(*(word.format(trace=trace, tmp=tmp_path) for word in words))
     assert done[0] == 2
-    assert said in one_line(done[2])
+    assert said.format(trace=trace, tmp=tmp_path) in one_line(done[2])
     assert done[1] == ""
+    assert ask("replay", trace)["replayed_ms"] == 0.1  # and the trace is as it was
 
 
 def main(*words: str) -> tuple[int, str, str]:
@@ -345,6 +362,42 @@ def test_as_a_process(tmp_path: Path, trace: Path) -> None:
     assert one_line(done.stderr).startswith(f"{tmp_path / 'photo.json'}: ")
     done = shell("replay", tmp_path / "gone.json", DPRO_DEBUG="1")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_a_pattern_that_takes_for_ever_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = "a" * 40 + "!"  # (a+)+$ tries 2**40 ways to read it
+    path = syn.write(tmp_path / "rank0.json", [syn.mark("ProfilerStep#0", 0, 100), syn.op(name, 1, 99)])
+    monkeypatch.setattr(cli, "PATTERN_SECONDS", 0.2)
+    done = main("whatif", str(path), "--scale", "(a+)+$=2")
+    assert done[0] == 2 and one_line(done[2]) == f"{path}: pattern '(a+)+$' takes too long to match\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_an_output_that_takes_nothing_is_one_line(tmp_path: Path, trace: Path) -> None:
+    out, err = run("report", trace, "-o", "/dev/full", code=2)
+    assert (out, one_line(err)) == ("", "/dev/full: No space left on device\n")
+    assert one_line(run("export", trace, "--perfetto", "/dev/full", code=2)[1]).startswith("/dev/full: No space")
+    dpro = f"{sys.executable} -m dpro"
+    full = "standard output: No space left on device\n"
+    for words, code, said in (
+        ("--version >/dev/full", 2, full),
+        ("--help >/dev/full", 2, full),
+        (f"replay {trace} --json >/dev/full", 2, full),
+        (f"replay {trace} >&-", 0, ""),
+        (f"replay {trace}.gone 2>/dev/full", 2, ""),
+        (f"replay {trace}.gone 2>&-", 2, ""),
+    ):
+        env = {**os.environ, "PYTHONPATH": str(ROOT / "core")}
+        done = subprocess.run(["sh", "-c", f"{dpro} {words}"], capture_output=True, text=True, timeout=60, env=env)
+        assert (done.returncode, done.stdout, done.stderr) == (code, "", said), words
+
+
+def test_times_of_years_are_bad_input(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.json"
+    ends = ({"ph": "X", "cat": "cpu_op", "name": "a", "tid": 1, "ts": ts, "dur": 9} for ts in (100, 4 * 10**15))
+    path.write_text(json.dumps({"traceEvents": list(ends)}))
+    for command, more in COMMANDS.items():
+        assert "last for years" in one_line(run(command, path, *more, code=2)[1])
 
 
 def test_a_bug_is_exit_3_with_one_line(monkeypatch: pytest.MonkeyPatch, trace: Path) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dpro.errors import TraceError
 from dpro.trace import kineto, store
+from dpro.trace.model import RankTrace
 from dpro.trace.store import RunFolder, load
 from tests.trace import synthetic as syn
 
@@ -43,6 +47,93 @@ def test_one_unusable_file_is_one_line(tmp_path: Path, name: str, content: bytes
     with pytest.raises(TraceError) as caught:
         load(path)
     assert str(caught.value) == f"{path}: {reason}"
+
+
+def stored(path: Path, side: dict[str, object] | None = None, **arrays: object) -> Path:
+    """A trace as ``save`` writes it, with some of its parts replaced."""
+    kineto.read(syn.write(path.with_name("r0.json"), syn.ddp_cpu_step(0))).save(path)
+    with np.load(path) as whole:
+        parts = dict(whole)
+    facts = json.loads(parts["side"].tobytes())
+    for key, value in (side or {}).items():
+        facts[key] = {**facts[key], **value} if isinstance(value, dict) and key == "meta" else value
+    parts["side"] = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
+    for key, change in arrays.items():
+        parts[key] = change(parts[key]) if callable(change) else change
+    with path.open("wb") as file:
+        np.savez_compressed(file, **parts)
+    return path
+
+
+def test_a_stored_trace_is_read_back(tmp_path: Path) -> None:
+    assert len(RankTrace.load(stored(tmp_path / "t.npz"))) > 5
+    unsigned = RankTrace.load(stored(tmp_path / "t.npz", start=lambda c: c.astype("u8")))
+    assert unsigned.start.dtype == np.int64
+    backward = RankTrace.load(stored(tmp_path / "t.npz", end=lambda c: c - 10**12))
+    assert (backward.end == backward.start).all()
+    assert backward.warnings[-1] == f"{len(backward)} event(s) that end before they start taken as 0 long"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "side", "reason"),
+    [
+        *(({key: lambda c: c.astype("i8") * 0 - 5}, {}, f"'{key}' has a value out of range")
+          for key in ("name", "kind", "resource", "step", "nbytes", "peer", "offset", "tensor", "link")),
+        *(({key: lambda c: c.astype("i8") * 0 + 10**9}, {}, f"'{key}' has a value out of range")
+          for key in ("name", "kind", "resource", "step", "peer", "tensor")),
+        ({"end": lambda c: np.full_like(c, 2**63 - 1)}, {}, "'end' has a value out of range"),
+        ({"start": lambda c: c[:5]}, {}, "'name' has shape"),
+        ({"start": lambda c: np.stack([c, c])}, {}, "'start' has 2 dimensions"),
+        ({"start": lambda c: c * 1.5}, {}, "'start' is of float64, not of whole numbers"),
+        ({"start": lambda c: c.astype("U3")}, {}, "'start' is of <U3"),
+        ({"start": np.array(5)}, {}, "'start' has 0 dimensions"),
+        ({"start": np.array([{"a": 1}], dtype=object)}, {}, ""),
+        ({"step_bounds": np.array([1, 2])}, {}, "step bounds of int64 and shape (2,)"),
+        ({"step_bounds": lambda b: b[:, ::-1]}, {}, "steps overlap"),
+        ({"step_bounds": np.array([[-(2**62), 2**62]])}, {}, "step bounds out of range"),
+        ({}, {"names": []}, "'name' has a value out of range"),
+        ({}, {"resources": [1] * 99}, "resources: wrong type"),
+        ({}, {"warnings": "abc"}, "warnings: wrong type"),
+        ({}, {"collectives": {"999999": {"name": "x"}}}, "a collective's row"),
+        ({}, {"tensors": [{"name": "w", "shape": [1], "dtype": "f", "nbytes": -5}]}, "a tensor's bytes"),
+        ({}, {"meta": {"rank": 10**12}}, "the rank or the world size"),
+        ({}, {"meta": {"unprofiled_step_ns": [None]}}, "the un-profiled steps"),
+        ({}, {"meta": {"contention": {"wall_ns": "x"}}}, "the CPU times"),
+        ({}, {"meta": {"event_overhead_ns": float("nan")}}, "the cost of recording an event"),
+    ],
+)  # fmt: skip
+def test_a_stored_trace_that_contradicts_itself(
+    tmp_path: Path, arrays: dict[str, object], side: dict[str, object], reason: str
+) -> None:
+    path = stored(tmp_path / "t.npz", side, **arrays)
+    with pytest.raises(TraceError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: not a dpro trace (") and reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "claimed", "kept_mib", "reason"),
+    [
+        ("start", 1 << 43, 0, "start.npy claims more than is stored of it"),
+        ("start", 1 << 30, 2049, "2049 MiB of arrays, more than 2048"),
+        ("side", 300 << 20, 300, "300 MiB of names, more than 256"),
+    ],
+)
+def test_an_archive_that_would_fill_the_memory_is_not_read(
+    tmp_path: Path, name: str, claimed: int, kept_mib: int, reason: str
+) -> None:
+    path, header = tmp_path / "bomb.npz", io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (claimed,)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.npy", header.getvalue())
+    if kept_mib:  # only the directory of the archive says so: it is never read as far as that
+        content = bytearray(path.read_bytes())
+        at = content.rindex(b"PK\x01\x02") + 24
+        content[at : at + 4] = (kept_mib << 20).to_bytes(4, "little")
+        path.write_bytes(content)
+    with pytest.raises(TraceError) as caught:
+        load(path)
+    assert str(caught.value) == f"{path}: not a dpro trace ({reason})"
 
 
 def test_missing_and_empty_places(tmp_path: Path) -> None:
