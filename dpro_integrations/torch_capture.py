@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dpro.trace import kineto
 from dpro.trace.model import RankTrace, Tensor
+from dpro_integrations.torch_forward import ForwardHook
 from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
 
 #: A captured step that lasts longer than any before, so many times and at least so long, or a capture that
@@ -68,6 +69,7 @@ class Capture:
         try:
             self._event_overhead_ns = max(0.0, (_probe_ns() - plain_ns) / _PROBE_OPS)
             self._restore = _yield_to_user(self._give_way)
+            self._handles.append(ddp.register_forward_pre_hook(ForwardHook(self._mind_the_time)))
             for number, (_, parameter) in enumerate(reducer_parameters(ddp)):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._watch(number)))
             self._clock_pair = _clock_pair_ns()
@@ -132,10 +134,13 @@ class Capture:
 
         def accumulated(_: torch.Tensor) -> None:
             ready.append(number)
-            if time.monotonic() > self._deadline and not self._lost:
-                self._give_up(f"a captured step did not end within {self._limit_s:.3g} s")
 
         return accumulated
+
+    def _mind_the_time(self) -> None:
+        # not in backward: autograd would put back its copy of the profiler that we stopped there
+        if time.monotonic() > self._deadline and not self._lost:
+            self._give_up(f"a captured step did not end within {self._limit_s:.3g} s")
 
     def _open_step(self) -> None:
         self._ready.clear()

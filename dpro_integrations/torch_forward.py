@@ -1,6 +1,6 @@
 """Hooks on a model's forward for a step or so, which a job can neither save nor copy by mistake.
 
-Knows nothing of tuning. For :func:`before_next_forward` and :class:`OrderWatch`.
+Knows nothing of tuning. For capture, and for :func:`before_next_forward`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def before_next_forward(module: nn.Module, action: Callable[[], None]) -> None:
         handle.remove()
         action()
 
-    handle = module.register_forward_pre_hook(_Hook(once))
+    handle = module.register_forward_pre_hook(ForwardHook(once))
 
 
 class OrderWatch:
@@ -39,7 +39,7 @@ class OrderWatch:
     def __init__(self, ddp: Any) -> None:
         self._open = False
         self._seen = False
-        self._handles = [ddp.register_forward_pre_hook(_Hook(self._forward))]
+        self._handles = [ddp.register_forward_pre_hook(ForwardHook(self._forward))]
         self._handles += [
             parameter.register_post_accumulate_grad_hook(self._accumulated) for _, parameter in reducer_parameters(ddp)
         ]
@@ -57,7 +57,7 @@ class OrderWatch:
         self._open, self._seen = False, True
 
 
-class _Hook:
+class ForwardHook:
     """A forward hook; in a copied or pickled model one that does nothing."""
 
     def __init__(self, action: Callable[[], None] | None) -> None:
@@ -71,8 +71,8 @@ class _Hook:
         for key in [key for key, hook in hooks.items() if hook is self]:
             del hooks[key]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHook:
+        return ForwardHook(None)
 
     def __reduce__(self) -> Any:
         # not ours: a model that was saved must load where there is no dpro
