@@ -16,7 +16,8 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -108,14 +109,11 @@ class Tuner:
         now = self._clock()
         took = None if self._last is None else now - self._last
         self.steps += 1
-        # what we import on the way may draw from the generator that the job has seeded
-        drawn = random.getstate()
-        try:
-            self._life.send(took)
-        except StopIteration:
-            self._life = None
-        finally:
-            random.setstate(drawn)
+        with _seed_kept():
+            try:
+                self._life.send(took)
+            except StopIteration:
+                self._life = None
         self._last = self._clock()
 
     def skip(self) -> None:
@@ -135,7 +133,8 @@ class Tuner:
             quietly(self.adapter.exchange.leave)
             quietly(self.adapter.abort_capture)
             where = f"after {self.steps} steps, in the {self.state.value} phase"
-            self._end(Verdict.STEPPED_ASIDE, f"training ended {where}; {self._held()}")
+            with _seed_kept():
+                self._end(Verdict.STEPPED_ASIDE, f"training ended {where}; {self._held()}")
         quietly(self.adapter.close)
 
     # -- the phases --------------------------------------------------------------------------
@@ -391,6 +390,16 @@ class Tuner:
 
     def _rank_count(self) -> int:
         return self.adapter.exchange.world_size
+
+
+@contextmanager
+def _seed_kept() -> Iterator[None]:
+    """What we import on the way may draw from the generator that the job has seeded."""
+    drawn = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
 
 
 def slowest_of_each_step(blobs: list[bytes]) -> dict[str, Any]:
