@@ -124,7 +124,10 @@ def make_plans(
         planned.evaluations += found.evaluations
         planned.search_s += found.seconds
         scale = measured_ms / found.baseline_ms
-        plans = [(c.name, replace(c.plan, predicted_ms=c.predicted_ms * scale)) for c in found.candidates]
+        plans = [
+            (c.name, replace(c.plan, predicted_ms=c.predicted_ms * scale, baseline_ms=measured_ms))
+            for c in found.candidates
+        ]
         known = [plan.settings() for _, plan in planned.plans]
         fresh = [named for named in plans if named[1].settings() not in known]
         # one trial is for the second belief, where it has a plan of its own

@@ -71,13 +71,13 @@ class Session:
 
         from dpro.report.table import to_text
 
-        table = outcome_table(outcome)
+        table, notes = outcome_table(outcome), "".join(f"{note}\n" for note in outcome_notes(outcome))
         console = Console(stderr=True)
         with console.capture() as printed:
             console.print(table)
-        _write(printed.get())
+        _write(printed.get() + notes)
         try:
-            files = self._write(outcome, to_text(table))
+            files = self._write(outcome, to_text(table) + notes)
             self.say("wrote " + ", ".join(str(path) for path in files))
         except OSError as error:
             self.say(f"report not written: {error}")
@@ -94,13 +94,15 @@ class Session:
             {"name": arm.name, "predicted_ms": arm.predicted_ms, "times_ms": arm.times_ms()} for arm in outcome.arms
         ]
         folder.outcome_file.write_text(json.dumps(facts, indent=1))
-        if outcome.plan is not None:
+        files = [report]
+        if outcome.plan is not None and outcome.verdict in (Verdict.KEPT, Verdict.SUGGESTED):
             outcome.plan.save(folder.plan_file)
+            files.append(folder.plan_file)
         planned = outcome.planned
         told = {"verdict": outcome.verdict.value, "dpro": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         folder.save_meta(told | (planned.job if planned else {}))
         if planned is None or planned.graph is None or planned.replay is None:
-            return [report]
+            return files
         from dpro.report import html, perfetto
         from dpro.report.summary import summarise
 
@@ -108,7 +110,7 @@ class Session:
         summary = summarise(planned.graph, "dpro", planned.warnings)
         html.write(page, summary, outcome_rows(outcome), outcome.verdict.value)
         perfetto.export(planned.graph, planned.replay, timeline)
-        return [report, page, timeline]
+        return [*files, page, timeline]
 
 
 def _write(text: str) -> None:
@@ -135,37 +137,49 @@ def outcome_rows(outcome: Outcome) -> list[ArmRow]:
     base_ms = outcome.baseline_ms or 0.0
     in_force = outcome.plan if outcome.verdict is Verdict.KEPT else None
     rows = []
+    # predictions are ratios of two replays times what was measured before capture: so is the first row's
+    before_ms = timing(outcome.arms[0].windows[0].times_ms).median_ms if outcome.arms[0].windows else None
     for arm in outcome.arms:
         timed = timing(arm.times_ms())
         measured = timed.median_ms if timed.steps else None
         ratio = base_ms / measured if measured else None
+        mark = "in force" if arm.plan == in_force and outcome.verdict is not Verdict.STEPPED_ASIDE else ""
         if outcome.comparison is not None and arm.plan is not None and arm.plan == outcome.plan:
             ratio = 1 / outcome.comparison.ratio  # against the baseline of its own time
+            mark = mark or "judged"
+        elif arm.plan is None:
+            ratio = 1.0 if measured else None
         rows.append(
             ArmRow(
                 name=arm.name,
-                predicted_ms=outcome.replayed_ms if arm.plan is None else arm.predicted_ms,
+                predicted_ms=before_ms if arm.plan is None else arm.predicted_ms,
                 measured_ms=measured,
                 spread_ms=timed.error_ms if timed.steps else None,
                 ratio=ratio,
-                mark="in force" if arm.plan == in_force else "",
+                mark=mark,
             )
         )
     return rows
 
 
 def outcome_table(outcome: Outcome) -> Table:
-    """The arms, and what they mean."""
+    """The arms under the verdict."""
     from dpro.report.table import verdict_table
 
+    return verdict_table(outcome_rows(outcome), outcome.verdict.value)
+
+
+def outcome_notes(outcome: Outcome) -> list[str]:
+    """What the table means, a line each."""
     notes = [outcome.reason]
     if outcome.replayed_ms and outcome.planned and outcome.planned.unprofiled_ms:
         error = 100 * (outcome.replayed_ms / timing(outcome.planned.unprofiled_ms).median_ms - 1)
         notes.append(f"replay of your settings {error:+.1f} % of the time measured before capture")
     if outcome.predicted_ms and outcome.measured_ms:
-        notes.append(f"prediction of the plan {100 * (outcome.predicted_ms / outcome.measured_ms - 1):+.1f} %")
+        error = 100 * (outcome.predicted_ms / outcome.measured_ms - 1)
+        notes.append(f"predicted step time of the judged plan {error:+.1f} % of the measured one")
     if outcome.capture_overhead_pct is not None:
-        notes.append(f"capture cost {outcome.capture_overhead_pct:+.1f} % while it ran")
+        notes.append(f"steps took {outcome.capture_overhead_pct:+.1f} % while they were captured")
     if outcome.planned:
         notes += outcome.planned.warnings[:5]
-    return verdict_table(outcome_rows(outcome), outcome.verdict.value, notes)
+    return notes

@@ -11,6 +11,7 @@ from dpro.errors import DproError
 
 Mode = Literal["observe", "suggest", "apply"]
 MODES: tuple[str, ...] = get_args(Mode)
+_OTHER_VARIABLES = {"DPRO_DEBUG", "DPRO_BUILD_JOBS"}
 _ON = ("1", "on", "true", "yes")
 _OFF = ("", "0", "off", "false", "no")
 
@@ -67,6 +68,10 @@ class Settings:
         mode = env.get("DPRO", "")
         if active(env) and mode.lower() not in _ON:
             values["mode"] = cast(Mode, mode)
+        known = {f"DPRO_{item.name.upper()}" for item in fields(cls)} | _OTHER_VARIABLES
+        for name in env:
+            if name.startswith("DPRO_") and name not in known:
+                raise DproError(f"{name} is no setting of dpro")
         kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": _switch}
         for item in fields(cls):
             text = env.get(f"DPRO_{item.name.upper()}")

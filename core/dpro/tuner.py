@@ -173,6 +173,9 @@ class Tuner:
         self._baseline.windows.append(Window(middle, decision["ms"]))
         self._outcome.baseline_ms = timing(decision["ms"]).median_ms
         arms = [Arm(Plan.loads(p["plan"]), p["name"], p["predicted_ms"]) for p in decision["plans"]]
+        for arm in arms:  # a given plan was predicted for a faster or slower day
+            if self._given is not None and arm.predicted_ms and arm.plan and arm.plan.baseline_ms:
+                arm.predicted_ms *= self._outcome.baseline_ms / arm.plan.baseline_ms
         if settings.mode == "observe":
             self._end(Verdict.OBSERVED, "mode is observe")
             return
@@ -180,11 +183,11 @@ class Tuner:
             self._end(Verdict.NO_BETTER_PLAN, self.adapter.why_not() or decision["why"])
             return
         self._outcome.plan, self._outcome.predicted_ms = arms[0].plan, arms[0].predicted_ms
+        self._outcome.arms += arms
         if settings.mode == "suggest":
-            self._end(Verdict.SUGGESTED, "nothing was changed")
+            self._end(Verdict.SUGGESTED, "nothing was changed; DPRO_PLAN=<its plan.json> tries the first plan")
             return
 
-        self._outcome.arms += arms
         for arm in arms:
             say(f"trying {arm.name}" + (f", predicted {arm.predicted_ms:.1f} ms/step" if arm.predicted_ms else ""))
             yield from self._measure(arm)
@@ -216,7 +219,7 @@ class Tuner:
             self._switch(best.plan)
             self._end(Verdict.KEPT, f"faster: {gain}")
         else:
-            self._end(Verdict.ROLLED_BACK, f"not clearly faster: {gain}; your settings are back")
+            self._end(Verdict.ROLLED_BACK, f"{best.name}: not clearly faster, {gain}; your settings are back")
 
     def _capture(self, base_ms: list[float]) -> Generator[None, int | None, bytes]:
         """Profile a few steps; a failure is kept for the meeting that follows."""

@@ -30,9 +30,10 @@ class BatchedCopy:
             yield captured(graph)
 
     def legal(self, graph: Graph, candidate: Grouping) -> bool:
-        """Whether every gradient has a copy to save, on every rank."""
+        """Whether every gradient has a copy to save, on every rank, and they take time there."""
         duration = graph.column("duration")
-        return bool(candidate) and any(duration[op] > 0 for copies in _copies(graph) for op in copies.values())
+        ranks = _copies(graph)
+        return bool(candidate and ranks) and all(any(duration[op] > 0 for op in c.values()) for c in ranks)
 
     def apply(self, graph: Graph, candidate: Grouping) -> int:
         """Move each bucket's copies to its last gradient; returns the mark that undoes it."""

@@ -269,7 +269,12 @@ def _candidate(
     caps = [cap / MIB for cap in verdict.caps_bytes]
     count = len(verdict.grouping)
     buckets = f"{count} bucket{'s' * (count > 1)}"
-    name = f"{buckets}, sizes tuned" if len(caps) > 1 else f"uniform {caps[0]:.4g} MiB, {buckets}"
+    sizes = [sum(graph.tensors[t].nbytes for t in group) / MIB for group in verdict.grouping]
+    name = (
+        f"{buckets} of {min(sizes):.2g} to {max(sizes):.3g} MiB"
+        if len(caps) > 1
+        else f"uniform {caps[0]:.4g} MiB, {buckets}"
+    )
     if len(caps) == 1 and Knob.BUCKET_CAP not in knobs:
         caps *= 2  # the same as a list, where only lists can be set
     plan = Plan(
