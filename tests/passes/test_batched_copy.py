@@ -54,3 +54,11 @@ def test_not_legal_where_a_gradient_has_no_copy() -> None:
     graph.remove_ops([copies[1]])
     assert not BatchedCopy().legal(graph, ((0, 1), (2,)))
     assert list(BatchedCopy().candidates(graph)) == []
+
+
+def test_not_legal_where_a_rank_shows_no_cost() -> None:
+    """Contention taken out of a rank's copies can leave nothing of them: there is no line to fit there."""
+    graph, copies = one_rank()
+    for op in copies:
+        graph.set(op, "duration", 0)
+    assert not BatchedCopy().legal(graph, ((0, 1), (2,)))
