@@ -94,7 +94,7 @@ def seeded(tune: str) -> dict[str, Any]:
     with group():
         ddp = DDP(mlp())
         optimizer = sgd(ddp)
-        found = fit(ddp, optimizer, tuned(ddp, optimizer, tune), 40)
+        found = fit(ddp, optimizer, tuned(ddp, optimizer, tune), 80)
         return found | {"drawn": random.random(), "drawn_by_torch": float(torch.rand(()))}
 
 
@@ -251,7 +251,7 @@ def broken_stderr(tune: str, kind: str) -> dict[str, Any]:
             full.close()
         sys.stdout, sys.stderr = out, None if kind == "none" else full
         try:
-            found = fit(ddp, optimizer, tuned(ddp, optimizer, tune), 30)
+            found = fit(ddp, optimizer, tuned(ddp, optimizer, tune), 80)
         finally:
             sys.stdout, sys.stderr = streams
         if kind == "full":
