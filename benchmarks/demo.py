@@ -24,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
     parser.add_argument("--rate", default="1gbit", help="egress of each host (default 1gbit)")
     parser.add_argument("--loopback", action="store_true", help="no namespaces, even where they are possible")
-    parser.add_argument("--sweep-s", type=float, default=120, help="time for the sweep after the verdict; 0: none")
+    parser.add_argument("--sweep-s", type=float, default=160, help="time for the sweep after the verdict; 0: none")
     parser.add_argument("--timeout-s", type=float, default=900, help="end the job after this time")
     parser.add_argument("--runs-dir", type=Path, default=Path("dpro_runs"))
     parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")

@@ -79,7 +79,7 @@ class Judge(L.Callback):
             def switch(options: Options) -> None:
                 trainer.strategy.model = rewrap(trainer.strategy.model, **options)
 
-            self.sweep = Sweep(arms, switch, rounds=2, steps=3, budget_s=self._budget_s)
+            self.sweep = Sweep(arms, switch, rounds=2, steps=4, budget_s=self._budget_s)
             if trainer.is_global_zero:
                 print(
                     f"demo: now {len(arms)} settings in turn, in the same job, at most {self._budget_s:.0f} s",
