@@ -156,8 +156,8 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--windows", type=int, default=16, help="turns of each job")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps per turn")
+    parser.add_argument("--windows", type=int, default=40, help="turns of each job")
+    parser.add_argument("--steps", type=int, default=25, help="timed steps per turn")
     parser.add_argument("--width", type=int, default=96, help="of the net; a multiple of 24")
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--loopback", action="store_true")
