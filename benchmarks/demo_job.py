@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader
 from benchmarks.model import Images, Net
 from benchmarks.sweep import Options, Sweep, format_rows, rewrap, uniform_arms
 from dpro_integrations.lightning import DproCallback
+from dpro_integrations.torch_rewrap import plan_arguments
 
 if TYPE_CHECKING:
-    from dpro.plan import Plan
+    pass
 
 BATCH = 12
 TUNED = "dpro's plan"
@@ -43,15 +44,6 @@ class Job(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
-
-def ddp_options(plan: Plan) -> Options:
-    """What the plan means to DDP's constructor."""
-    options: Options = dict(plan.ddp_options or {})
-    if plan.bucket_caps:
-        several = len(plan.bucket_caps) > 1
-        options |= {"bucket_cap_mb_list": plan.bucket_caps} if several else {"bucket_cap_mb": plan.bucket_caps[0]}
-    return options
 
 
 class Judge(L.Callback):
@@ -74,7 +66,7 @@ class Judge(L.Callback):
             if outcome.plan is None or self._budget_s <= 0:  # nothing to judge
                 trainer.should_stop = True
                 return
-            arms = uniform_arms() | {TUNED: ddp_options(outcome.plan)}
+            arms = uniform_arms() | {TUNED: plan_arguments(outcome.plan)}
 
             def switch(options: Options) -> None:
                 trainer.strategy.model = rewrap(trainer.strategy.model, **options)

@@ -36,6 +36,7 @@ from dpro_integrations.torch_rewrap import (
     HAS_CAP_LIST,
     arguments,
     built_over_these,
+    plan_arguments,
     reducer_parameters,
     rewrap,
     why_fixed,
@@ -177,9 +178,7 @@ class TorchDDPAdapter:
         if plan.bucket_caps:
             given.pop("bucket_cap_mb_list", None)
             given.pop("bucket_cap_mb", None)
-            several = len(plan.bucket_caps) > 1
-            given |= {"bucket_cap_mb_list": plan.bucket_caps} if several else {"bucket_cap_mb": plan.bucket_caps[0]}
-        rewrap(self._ddp, given | (plan.ddp_options or {}))
+        rewrap(self._ddp, given | plan_arguments(plan))
 
     def revert(self) -> None:
         # also where apply failed: a new reducer's first step has a collective that an old one's lacks

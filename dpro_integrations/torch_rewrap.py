@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from dpro.plan import Plan
+
 _SIGNATURE = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters)
 HAS_CAP_LIST = "bucket_cap_mb_list" in _SIGNATURE
 _MIB = 1024 * 1024
@@ -80,6 +82,15 @@ def arguments(ddp: DistributedDataParallel) -> dict[str, Any]:
     # an older torch does not say whether its cap is the default one; the default given again is the same
     elif not getattr(ddp, "bucket_bytes_cap_default", False):
         given["bucket_cap_mb"] = ddp.bucket_bytes_cap / _MIB
+    return given
+
+
+def plan_arguments(plan: Plan) -> dict[str, Any]:
+    """What the plan changes, as arguments of the constructor: one cap is uniform, more are a list."""
+    given: dict[str, Any] = dict(plan.ddp_options or {})
+    if plan.bucket_caps:
+        several = len(plan.bucket_caps) > 1
+        given |= {"bucket_cap_mb_list": plan.bucket_caps} if several else {"bucket_cap_mb": plan.bucket_caps[0]}
     return given
 
 

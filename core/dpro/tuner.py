@@ -173,9 +173,9 @@ class Tuner:
         self._baseline.windows.append(Window(middle, decision["ms"]))
         self._outcome.baseline_ms = timing(decision["ms"]).median_ms
         arms = [Arm(Plan.loads(p["plan"]), p["name"], p["predicted_ms"]) for p in decision["plans"]]
-        for arm in arms:  # a given plan was predicted for a faster or slower day
-            if self._given is not None and arm.predicted_ms and arm.plan and arm.plan.baseline_ms:
-                arm.predicted_ms *= self._outcome.baseline_ms / arm.plan.baseline_ms
+        if self._given is not None and arms[0].predicted_ms and self._given.baseline_ms:
+            # it was predicted for a faster or slower day
+            arms[0].predicted_ms *= self._outcome.baseline_ms / self._given.baseline_ms
         if settings.mode == "observe":
             self._end(Verdict.OBSERVED, "mode is observe")
             return
