@@ -34,8 +34,8 @@ class EventKind(IntEnum):
     COLLECTIVE = 4  # the running of one collective: a NCCL kernel, a gloo work item
     SYNC = 5  # a host call that waits for the device (device/stream/event synchronise)
     ANNOTATION = 6  # a user or framework range (ProfilerStep, Optimizer.step); carries no work
-    SEND = 7  # one message leaving on a socket
-    RECV = 8  # one message arriving on a socket
+    SEND = 7  # one socket call that wrote; `resource` is the directed stream "wire/<from>><to>" (ip:port)
+    RECV = 8  # one socket call that read; its stream has the sender's name for it
     EVENT_RECORD = 9  # cudaEventRecord, `flow` joins it to STREAM_WAIT
     STREAM_WAIT = 10  # cudaStreamWaitEvent
 
@@ -49,7 +49,8 @@ DEVICE_KINDS = (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE)
 #: resource:  index into RankTrace.resources (a host thread, a device stream, a socket direction)
 #: start/end: ns
 #: step:      index into RankTrace.step_bounds, -1 outside every step
-#: flow:      joins cause and effect: a launch and its kernel carry the same id; -1 none
+#: flow:      joins cause and effect: a launch and its kernel carry the same id; messages of one collective
+#:            carry its tag on the wire (gloo's slot); -1 none
 #: nbytes:    payload of a collective, copy or message; -1 unknown
 #: peer:      the other rank of a message; of a STREAM_WAIT or SYNC the stream (resource) made to wait
 #:            or waited for; -1 none
@@ -96,6 +97,8 @@ class Collective:
     sequence: int = -1  # order within the group, -1 unknown
     group_size: int = -1
     dtype: str = ""
+    #: indices into RankTrace.tensors of what it carried, where the framework says so (Horovod's fused responses)
+    tensors: tuple[int, ...] = ()
 
 
 @dataclass
@@ -221,7 +224,10 @@ class RankTrace:
                 resources=side["resources"],
                 step_bounds=bounds,
                 tensors=[Tensor(**{**t, "shape": tuple(t["shape"])}) for t in side["tensors"]],
-                collectives={int(k): Collective(**c) for k, c in side["collectives"].items()},
+                collectives={
+                    int(k): Collective(**{**c, "tensors": tuple(c.get("tensors", ()))})
+                    for k, c in side["collectives"].items()
+                },
                 warnings=side["warnings"],
             )
             stored_checks.check(trace, COLUMNS, len(EventKind))
