@@ -2,6 +2,8 @@
 # torch is pinned: left open, pip takes a CUDA build of several GB.
 PYTHON := $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
+# Every framework and Horovod; the slow builds are cached outside the checkout, once per machine.
+BACKENDS := .venv-backends
 BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
 # --no-compile: what is never imported need not be compiled; that is most of torch.
@@ -9,14 +11,15 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq install --no-comp
 BUILT  := setup.py pyproject.toml dpro_autoload.pth $(wildcard core/native/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean testbed
+.PHONY: help demo test check bench clean testbed backends
 
 help:
 	@echo "make demo   a real 2-process job on CPU, tuned by dpro (about 5 minutes)"
 	@echo "make test   all tests; ARGS=... goes to pytest"
 	@echo "make check  ruff, mypy, the floors of the design"
 	@echo "make bench  replay speed, overhead, sweep of bucket sizes"
-	@echo "make clean  removes what was built, .venv included"
+	@echo "make backends  .venv-backends: all frameworks and Horovod (15 minutes once, then from a cache)"
+	@echo "make clean  removes what was built, the environments included"
 
 $(VENV)/.run: $(BUILT)
 	@test -x $(BIN)/python || { echo "[venv] $(PYTHON) -m venv $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -29,13 +32,19 @@ $(VENV)/.dev: $(VENV)/.run
 	@$(PIP) $(TORCH) pytorch-lightning -e '.[dev]'
 	@touch $@
 
+$(BACKENDS)/.run: $(BUILT) tests/backends/build.py
+	@$(PYTHON) tests/backends/build.py
+	@touch $@
+
+backends: $(BACKENDS)/.run
+
 testbed: $(VENV)/.run
 	@$(BIN)/python -m benchmarks.testbed check --install --brief
 
 demo: $(VENV)/.run testbed
 	@$(BIN)/python -m benchmarks.demo
 
-test: $(VENV)/.dev testbed
+test: $(VENV)/.dev $(BACKENDS)/.run testbed
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.dev
@@ -50,4 +59,4 @@ bench: $(VENV)/.run testbed
 	@$(BIN)/python -m benchmarks.testbed run --pin -- $(BIN)/python -m benchmarks.sweep
 
 clean:
-	@rm -rf $(VENV) build dist *.egg-info core/*.egg-info core/dpro/*.so
+	@rm -rf $(VENV) $(BACKENDS) build dist *.egg-info core/*.egg-info core/dpro/*.so
