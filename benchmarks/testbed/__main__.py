@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 
+from benchmarks.testbed import horovod
 from benchmarks.testbed.bed import Testbed
 from benchmarks.testbed.job import Interrupted, interruptible
 from benchmarks.testbed.network import TestbedError, available, clean_stale, install, parse_rate
@@ -20,11 +21,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a command once per host, as torchrun would")
     run.add_argument("--hosts", type=int, default=2)
-    run.add_argument("--rate", default="1gbit", help="egress of each host: 200mbit, 1gbit, ... (default 1gbit)")
+    run.add_argument("--rate", default="1gbit", help="egress of each host: 200mbit, 1gbit, ..., none (default 1gbit)")
     run.add_argument("--pin", action="store_true", help="one core per host")
     run.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds (exit code 124)")
     run.add_argument("--keep-going", action="store_true", help="do not end the other ranks when one fails")
     run.add_argument("--loopback", action="store_true", help="no namespaces, even where they are possible")
+    run.add_argument(
+        "--clocks-ms", type=float, nargs="+", metavar="MS", help="own clock per host, so far ahead of the machine's"
+    )
+    run.add_argument("--horovod", metavar="PYTHON", help="start it as a Horovod job; PYTHON has Horovod")
     run.add_argument("--install", action="store_true", help="install iproute2 by apt when it is missing (root)")
     run.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- CMD ...")
     check = commands.add_parser("check", help="what this machine allows, and what a link really carries")
@@ -42,8 +47,9 @@ def _run(args: argparse.Namespace) -> int:
         raise TestbedError("no command given (python -m benchmarks.testbed run -- CMD ...)")
     if args.install:
         install()
-    with Testbed(args.hosts, args.rate, args.pin, args.loopback) as bed:
-        job = bed.start(command)
+    clocks = [round(ms * 1e6) for ms in args.clocks_ms] if args.clocks_ms else None
+    with Testbed(args.hosts, args.rate, args.pin, args.loopback, clocks) as bed:
+        job = horovod.start(bed, command, python=args.horovod) if args.horovod else bed.start(command)
         for signum in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signum, lambda received, _frame: job.send_signal(received))
         return job.wait(args.timeout, args.keep_going)

@@ -23,6 +23,8 @@ MAX_HOSTS = 250
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-(\d+)-(?:switch|host\d+)")
 _serial = itertools.count()
+#: A link that nothing holds back: the bare veth pair.
+UNSHAPED = "none"
 
 
 class TestbedError(Exception):
@@ -134,7 +136,8 @@ def _pids(name: str) -> list[int]:
 class Network:
     """``hosts`` namespaces around one bridge, each host's egress held to ``rate`` by a token bucket.
 
-    A context manager: built on entry, taken down on exit. A host's interface is ``eth0``, its address ``address(i)``.
+    ``rate`` is as :func:`parse_rate` reads it, or :data:`UNSHAPED`. A context manager: built on entry, taken down on
+    exit. A host's interface is ``eth0``, its address ``address(i)``.
     """
 
     hosts: int
@@ -144,7 +147,8 @@ class Network:
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= MAX_HOSTS:
             raise ValueError(f"hosts: {self.hosts} is not between 1 and {MAX_HOSTS}")
-        self._bits_per_s = parse_rate(self.rate)
+        if self.rate != UNSHAPED:
+            parse_rate(self.rate)
         self._stem = f"{PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_serial)}"
         self._made: list[str] = []
 
@@ -167,8 +171,6 @@ class Network:
         switch = self._add("switch")
         _sh("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
         _sh("ip", "-n", switch, "link", "set", "br0", "up")
-        # A bucket must hold a whole GSO packet (64 KiB) and what the rate passes between two timer ticks.
-        burst_bytes = max(256 * 1024, self._bits_per_s // 8 // 1000)
         for host in range(self.hosts):
             name, port = self._add(f"host{host}"), f"port{host}"
             veth = ("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -177,9 +179,32 @@ class Network:
             _sh("ip", "-n", name, "link", "set", "lo", "up")
             _sh("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _sh("ip", "-n", name, "link", "set", "eth0", "up")
-            tbf = ("tbf", "rate", f"{self._bits_per_s}bit", "burst", str(burst_bytes), "latency", "50ms")
-            _sh("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *tbf)
             self.names.append(name)
+        if self.rate != UNSHAPED:
+            self._shape()
+
+    def set_rate(self, rate: str) -> None:
+        """Hold every host's egress to another rate, at once, whatever runs on it.
+
+        Raises:
+            ValueError: not a rate, and not :data:`UNSHAPED`.
+        """
+        if rate != UNSHAPED:
+            parse_rate(rate)
+        shaped, self.rate = self.rate != UNSHAPED, rate
+        if rate != UNSHAPED:
+            self._shape()
+        elif shaped:
+            for name in self.names:
+                _sh("tc", "-n", name, "qdisc", "del", "dev", "eth0", "root")
+
+    def _shape(self) -> None:
+        bits_per_s = parse_rate(self.rate)
+        # A bucket must hold a whole GSO packet (64 KiB) and what the rate passes between two timer ticks.
+        burst_bytes = max(256 * 1024, bits_per_s // 8 // 1000)
+        tbf = ("tbf", "rate", f"{bits_per_s}bit", "burst", str(burst_bytes), "latency", "50ms")
+        for name in self.names:
+            _sh("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *tbf)
 
     def _add(self, role: str) -> str:
         name = f"{self._stem}-{role}"

@@ -13,9 +13,10 @@ import tempfile
 import time
 
 from benchmarks.testbed.bed import Testbed
-from benchmarks.testbed.network import parse_rate
+from benchmarks.testbed.network import UNSHAPED, parse_rate
 
 _CHUNK_BYTES = 1 << 18
+_UNSHAPED_BITS_PER_S = 20e9  # about what a bare veth pair carries
 _SKIP_S = 0.15  # slow start and the first full bucket are not the link's rate
 
 
@@ -28,7 +29,8 @@ def measure(bed: Testbed, seconds: float = 0.8) -> float:
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "rate")
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        total_bytes = max(_CHUNK_BYTES, int(parse_rate(bed.rate) / 8 * (seconds + _SKIP_S)))
+        bits_per_s = _UNSHAPED_BITS_PER_S if bed.rate == UNSHAPED else parse_rate(bed.rate)
+        total_bytes = max(_CHUNK_BYTES, int(bits_per_s / 8 * (seconds + _SKIP_S)))
         command = [sys.executable, "-m", "benchmarks.testbed.throughput", out, str(total_bytes)]
         code = bed.run(command, cwd=root, timeout_s=30 + 4 * seconds)
         if code != 0:
