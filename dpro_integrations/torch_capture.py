@@ -1,4 +1,4 @@
-"""Capture of a few steps of a DDP job: torch.profiler, gradient-ready order, host contention.
+"""Capture of a few steps of a torch job: torch.profiler, gradient-ready order, host contention.
 
 Attaches at one step boundary, detaches at another, leaves nothing behind. If the user starts a
 profiler of his own meanwhile, ours gives way to it.
@@ -40,21 +40,22 @@ _PROBE_OPS = 400
 _TAKEN_OVER = "the job's own profiler took over"
 
 
-class Capture:
-    """Profile ``ddp`` from construction to :meth:`finish` or :meth:`abort`.
+class StepCapture:
+    """Profile the job from construction to :meth:`finish` or :meth:`abort`.
+
+    What the gradients are, and what else to record of them, is for subclasses.
 
     Args:
-        ddp: the wrapper.
         usual_s: the longest step so far, seconds.
+        on_gpu: the model is on one.
 
     Raises:
         RuntimeError: a profiler is running already.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, usual_s: float) -> None:
+    def __init__(self, usual_s: float, on_gpu: bool) -> None:
         if _foreign_profiler():
             raise RuntimeError("the job's own profiler is running")
-        self._ddp = ddp
         self._ready: list[int] = []
         self._handles: list[Any] = []
         self._range: record_function | None = None
@@ -64,14 +65,14 @@ class Capture:
         self._deadline = 0.0
         plain_ns = _probe_ns()
         self._restore: Callable[[], None] | None = None
-        self._profiler: profile | None = profile(activities=_activities(ddp))
+        self._profiler: profile | None = profile(activities=_activities(on_gpu))
         self._profiler.start()
         try:
             self._event_overhead_ns = max(0.0, (_probe_ns() - plain_ns) / _PROBE_OPS)
             self._restore = _yield_to_user(self._give_way)
-            self._handles.append(ddp.register_forward_pre_hook(ForwardHook(self._mind_the_time)))
-            for number, (_, parameter) in enumerate(reducer_parameters(ddp)):
+            for number, (_, parameter) in enumerate(self._parameters()):
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._watch(number)))
+            self._attach()
             self._clock_pair = _clock_pair_ns()
             self._host = HostLoad()
             self._open_step()
@@ -102,7 +103,7 @@ class Capture:
             raise RuntimeError(_TAKEN_OVER)
         first, last = self._clock_pair, _clock_pair_ns()
         with tempfile.TemporaryDirectory(prefix="dpro-") as folder:
-            path = Path(folder) / f"rank{dist.get_rank()}.json"
+            path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(path))
             if path.stat().st_size > LIMIT_BYTES:
                 raise RuntimeError(f"the capture is too large ({path.stat().st_size >> 20} MiB)")
@@ -112,20 +113,29 @@ class Capture:
         # the range that was open when we stopped belongs to no step
         trace.step_bounds = trace.step_bounds[:steps]
         trace.columns["step"] = np.where(trace.step < steps, trace.step, -1).astype(np.int32)
-        meta = trace.meta
-        meta.rank, meta.world_size = dist.get_rank(), dist.get_world_size()
-        meta.host, meta.framework, meta.source = socket.gethostname(), f"torch {torch.__version__}", "torch_ddp"
-        meta.event_overhead_ns = self._event_overhead_ns
-        meta.contention = contention
-        if not hasattr(self._ddp, "bucket_bytes_cap_default"):
-            meta.extra["graph_info"] = {"ddp_first_bucket_bytes": dist._DEFAULT_FIRST_BUCKET_BYTES}
+        trace.meta.host = socket.gethostname()
+        trace.meta.event_overhead_ns = self._event_overhead_ns
+        trace.meta.contention = contention
         trace.tensors = self._tensors()
-        return trace
+        return self._complete(trace)
 
     def abort(self) -> None:
         """Detach, keep nothing. Never raises."""
         with contextlib.suppress(Exception):
             self._detach()
+
+    # -- for subclasses ------------------------------------------------------------------------
+
+    def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters whose gradients are synchronised, with their names."""
+        raise NotImplementedError
+
+    def _attach(self) -> None:
+        """Further hooks, into ``_handles``; the profiler is running."""
+
+    def _complete(self, trace: RankTrace) -> RankTrace:
+        """Whose trace it is, and what else was recorded; everything is detached."""
+        raise NotImplementedError
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -179,11 +189,10 @@ class Capture:
             self._handles = []
 
     def _tensors(self) -> list[Tensor]:
-        """The gradients in reducer order, with ready order and bucket."""
+        """The gradients, with their ready order."""
         # a parameter may become ready several times in a step (micro-batches): the last time counts
         last_place = {number: place for place, number in enumerate(self._last_ready)}
         order = {number: k for k, number in enumerate(sorted(last_place, key=last_place.__getitem__))}
-        bucket_of = {n: b for b, numbers in enumerate(bucket_parameters(self._ddp)) for n in numbers}
         return [
             Tensor(
                 name=name,
@@ -191,10 +200,39 @@ class Capture:
                 dtype=str(p.dtype).removeprefix("torch."),
                 nbytes=p.numel() * p.element_size(),
                 ready=order.get(number, -1),
-                bucket=bucket_of.get(number, -1),
             )
-            for number, (name, p) in enumerate(reducer_parameters(self._ddp))
+            for number, (name, p) in enumerate(self._parameters())
         ]
+
+
+class Capture(StepCapture):
+    """:class:`StepCapture` of a DDP job.
+
+    Args:
+        ddp: the wrapper.
+        usual_s: the longest step so far, seconds.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, usual_s: float) -> None:
+        self._ddp = ddp
+        super().__init__(usual_s, on_gpu=ddp.device_type == "cuda")
+
+    def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return reducer_parameters(self._ddp)
+
+    def _attach(self) -> None:
+        self._handles.append(self._ddp.register_forward_pre_hook(ForwardHook(self._mind_the_time)))
+
+    def _complete(self, trace: RankTrace) -> RankTrace:
+        meta = trace.meta
+        meta.rank, meta.world_size = dist.get_rank(), dist.get_world_size()
+        meta.framework, meta.source = f"torch {torch.__version__}", "torch_ddp"
+        if not hasattr(self._ddp, "bucket_bytes_cap_default"):
+            meta.extra["graph_info"] = {"ddp_first_bucket_bytes": dist._DEFAULT_FIRST_BUCKET_BYTES}
+        for bucket, numbers in enumerate(bucket_parameters(self._ddp)):
+            for number in numbers:
+                trace.tensors[number].bucket = bucket
+        return trace
 
 
 class HostLoad:
@@ -239,9 +277,8 @@ class HostLoad:
         return found
 
 
-def _activities(ddp: DistributedDataParallel) -> list[ProfilerActivity]:
-    on_gpu = ddp.device_type == "cuda" and torch.cuda.is_initialized()
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+def _activities(on_gpu: bool) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu and torch.cuda.is_initialized() else [])]
 
 
 def _probe_ns() -> int:
