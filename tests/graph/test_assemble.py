@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from dpro.clock.ends import align_on_ends
 from dpro.errors import TraceError
-from dpro.graph.assemble import _break_cycles, assemble, assemble_steps, measure
+from dpro.graph.assemble import assemble, assemble_steps
+from dpro.graph.cycles import break_cycles
 from dpro.graph.graph import Graph, OpKind
+from dpro.graph.spans import measure
 from dpro.replay.engine import replay
 from dpro.trace.kineto import read
 from dpro.trace.model import RankTrace, Tensor
@@ -83,6 +85,18 @@ def test_clocks_of_other_hosts_are_brought_together(tmp_path: Path) -> None:
     assert graph.column("duration")[of_kind(graph, OpKind.COLLECTIVE)[0]] == 100 * US
     assert makespan_us(graph) == 700
     assert measure(traces).mean_ns == 700 * US
+
+
+@pytest.mark.parametrize("ahead_us", [5, 500_000, 100_000_000_000])
+def test_clocks_can_be_left_as_they_are(tmp_path: Path, ahead_us: float) -> None:
+    ranks = [gpu_rank(120), [{**e, "ts": e["ts"] + ahead_us} for e in gpu_rank(400)]]
+    graph = assemble(job(tmp_path, ranks), align=False)
+    # rank 0 leaves at 500 on its clock; on that of rank 1 the last arrival is later than it was, by what that is ahead
+    [collective] = of_kind(graph, OpKind.COLLECTIVE)
+    assert graph.column("duration")[collective] == max(0, 100 - ahead_us) * US
+    assert graph.info["measured_ns"] == 700 * US
+    assert graph.info["clock"] == []
+    assert 0 < makespan_us(graph) <= 700
 
 
 def test_one_rank_of_many_keeps_what_it_saw_and_says_so(tmp_path: Path) -> None:
@@ -280,28 +294,28 @@ def test_missing_steps_and_no_traces(tmp_path: Path) -> None:
 
 def test_cycles_are_broken_where_they_go_against_time() -> None:
     edges = {(0, 1), (1, 2), (2, 0), (2, 3)}
-    assert _break_cycles([0, 10, 20, 30], edges) == 1
+    assert break_cycles([0, 10, 20, 30], edges) == 1
     assert edges == {(0, 1), (1, 2), (2, 3)}
     # what only hangs on a cycle is left alone, however much it goes against time
     hanging = {(0, 1), (1, 0), (1, 2)}
-    assert _break_cycles([50, 60, 0], hanging) == 1
+    assert break_cycles([50, 60, 0], hanging) == 1
     assert hanging == {(0, 1), (1, 2)}
     # two cycles with an edge in common: taking that one is enough
     eight = {(0, 1), (1, 2), (2, 0), (1, 3), (3, 0)}
-    assert _break_cycles([100, 0, 10, 20], eight) == 1
+    assert break_cycles([100, 0, 10, 20], eight) == 1
     assert eight == {(1, 2), (2, 0), (1, 3), (3, 0)}
     itself = {(0, 0), (0, 1)}
-    assert _break_cycles([0, 1], itself) == 1
+    assert break_cycles([0, 1], itself) == 1
     assert itself == {(0, 1)}
     tied = {(0, 1), (1, 0), (2, 3), (3, 2)}
-    assert _break_cycles([0, 0, 5, 5], tied) == 2
+    assert break_cycles([0, 0, 5, 5], tied) == 2
     assert len(tied) == 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=24), st.lists(st.integers(0, 5), min_size=8))
 def test_no_cycle_is_left_and_no_edge_is_lost_for_nothing(pairs: list[tuple[int, int]], times: list[int]) -> None:
     edges = set(pairs)
-    assert _break_cycles(times, edges) == len(set(pairs)) - len(edges)
+    assert break_cycles(times, edges) == len(set(pairs)) - len(edges)
     assert _acyclic(edges)
     assert all(_reaches(set(pairs), dst, src) for src, dst in set(pairs) - edges)  # each lay on a cycle
 
@@ -327,6 +341,6 @@ def test_many_cycles_take_no_longer_than_one_pass() -> None:
     count = 40_000
     edges = {(i, i + 1) for i in range(count - 1)} | {(i + 1, i) for i in range(0, count - 1, 2)}
     began = time.perf_counter()
-    assert _break_cycles(list(range(count)), edges) == count // 2
+    assert break_cycles(list(range(count)), edges) == count // 2
     assert time.perf_counter() - began < 5
     assert edges == {(i, i + 1) for i in range(count - 1)}

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpro.graph.assemble import assemble, measure
+from dpro.graph.assemble import assemble
 from dpro.graph.graph import Graph, OpKind
 from dpro.graph.local import build_local
+from dpro.graph.spans import measure
 from dpro.replay.engine import replay
 from dpro.trace.kineto import read
 from dpro.trace.model import RankTrace

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from dpro.clock.ends import align_on_ends
-from dpro.graph.assemble import LAUNCH_LATENCY_NS, assemble, assemble_steps, measure
+from dpro.graph.assemble import LAUNCH_LATENCY_NS, assemble, assemble_steps
 from dpro.graph.graph import Graph, OpKind
+from dpro.graph.spans import measure
 from dpro.replay.engine import replay
 from dpro.trace.model import RankTrace
 from dpro.trace.store import load

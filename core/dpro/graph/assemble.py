@@ -15,133 +15,99 @@ of the others, and what happens after an edit say more.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from dpro.clock.ends import EndsAlignment, align_on_ends
+from dpro.clock.match import match_collectives
 from dpro.errors import TraceError
+from dpro.graph.cycles import break_cycles
 from dpro.graph.ddp import CHANNEL
 from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import NO_RESOURCE, Bucket, Graph, OpKind, TensorInfo
 from dpro.graph.local import build_local
+from dpro.graph.spans import common_steps, one_clock, span_ns, unprofiled_ns
 from dpro.graph.threads import costly_names
 from dpro.trace.model import RankTrace
-from dpro.trace.steps import step_finish_ns, used_steps
 
 #: No launch takes longer to reach an idle device; a longer gap before a kernel has another cause.
 LAUNCH_LATENCY_NS = 50_000
 _UNEXPLAINED_SHARE = 0.01
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What the traces say a step takes: ``mean_ns`` over ``steps``, joined over all ranks."""
-
-    mean_ns: float
-    steps: list[int]
-
-
-def common_steps(traces: list[RankTrace]) -> tuple[list[int], list[str]]:
-    """Steps that every rank has and that are fit to be averaged, and remarks on the others."""
-    if not traces:
-        raise TraceError("traces", "none given")
-    counts = [trace.steps for trace in traces]
-    notes = []
-    steps = set(range(min(counts)))
-    if min(counts) != max(counts):
-        notes.append(f"ranks captured {min(counts)} to {max(counts)} steps: the first {min(counts)} are used")
-    for trace in traces:
-        usable, note = used_steps(trace)
-        if note:
-            notes.append(f"rank {trace.meta.rank}: {note}")
-        steps &= set(usable)
-    return sorted(steps), notes
-
-
-def measure(traces: list[RankTrace]) -> Measured:
-    """Mean measured step time, with the ranks put on one clock.
-
-    A step lasts from when the last work of the step before ended (the first: from its own begin, on
-    the earliest rank) to when its own last work ended, on the last rank: the host's, or that of a
-    device op launched in the step that ran on (:func:`dpro.trace.steps.step_finish_ns`).
-    """
-    steps, _ = common_steps(traces)
-    return Measured(_span_ns(traces, steps, align_on_ends(traces).offsets_ns) / len(steps), steps)
-
-
-def assemble_steps(traces: list[RankTrace]) -> list[Graph]:
-    """One graph per used step."""
+def assemble_steps(traces: list[RankTrace], *, align: bool = True, messages: bool = False) -> list[Graph]:
+    """One graph per used step; the rest as :func:`assemble`."""
     steps, notes = common_steps(traces)
-    names, clocks = _names(traces), align_on_ends(traces)
-    graphs = [_Assembly(traces, step, names, clocks).graph for step in steps]
+    capture = _Capture(traces, align, messages)
+    graphs = [capture.graph(step) for step in steps]
     for graph in graphs:
         graph.warnings[:0] = notes
     return graphs
 
 
-def assemble(traces: list[RankTrace], step: int | None = None) -> Graph:
+def assemble(traces: list[RankTrace], step: int | None = None, *, align: bool = True, messages: bool = False) -> Graph:
     """The graph of one iteration.
 
     ``step`` picks a captured one; without it the median of the used steps is taken. (dPRO gives every op
     its mean over 10 iterations. On a noisy machine that is too fast: the mean of the latest arrivals is
-    later than the latest of the mean arrivals.)
+    later than the latest of the mean arrivals.) ``align=False`` compares the ranks' clocks as they are,
+    which may be nonsense: it is there to see what alignment is worth. ``messages`` makes a collective whose
+    messages are all known a SEND and a RECV for each (:mod:`dpro.graph.comm`) instead of one op.
 
-    ``info["measured_ns"]`` is the mean over the used steps, or that of ``step``.
+    ``info["measured_ns"]`` is the mean over the used steps, or that of ``step``; ``info["clock"]`` what is
+    known of each rank's clock.
 
     Raises:
         TraceError: no traces, or no such step.
     """
     steps, notes = common_steps(traces)
-    names, clocks = _names(traces), align_on_ends(traces)
+    capture = _Capture(traces, align, messages)
     if step is not None:
         if not 0 <= step < min(t.steps for t in traces):
             raise TraceError(traces[0].meta.source or "traces", f"no step {step}")
-        graph = _Assembly(traces, step, names, clocks).graph
+        graph = capture.graph(step)
     else:
-        by_length = sorted(steps, key=lambda s: _span_ns(traces, [s], clocks.offsets_ns))
-        median = by_length[(len(by_length) - 1) // 2]
-        graph = _Assembly(traces, median, names, clocks).graph
-        graph.info["measured_ns"] = _span_ns(traces, steps, clocks.offsets_ns) / len(steps)
+        by_length = sorted(steps, key=lambda s: span_ns(capture.clock, [s]))
+        graph = capture.graph(by_length[(len(by_length) - 1) // 2])
+        graph.info["measured_ns"] = span_ns(capture.clock, steps) / len(steps)
     graph.info["captured_steps"] = len(steps)
     graph.warnings[:0] = notes
     return graph
 
 
-def _names(traces: list[RankTrace]) -> set[str]:
-    """Names that are ops of their own, the same on all ranks so that their graphs are alike."""
-    return set().union(*map(costly_names, traces))
+class _Capture:
+    """What the graphs of all steps are made from."""
 
+    def __init__(self, traces: list[RankTrace], align: bool, messages: bool) -> None:
+        self.clock = one_clock(traces, align)
+        #: names that are ops of their own, the same on all ranks so that their graphs are alike
+        self.names: set[str] = set().union(*map(costly_names, traces))
+        self.shared = match_collectives(self.clock.traces)
 
-def _window(trace: RankTrace, step: int) -> tuple[int, int]:
-    return int(trace.step_bounds[step, 0]), int(trace.step_bounds[step, 1])
-
-
-def _span_ns(traces: list[RankTrace], steps: list[int], offsets: list[int]) -> int:
-    """From the beginning to the end of consecutive steps, see :func:`measure`."""
-    finish = [step_finish_ns(t) + o for t, o in zip(traces, offsets, strict=True)]
-    begin = min(int(t.step_bounds[steps[0], 0]) + o for t, o in zip(traces, offsets, strict=True))
-    if steps[0] > 0:
-        begin = max([begin, *(int(f[steps[0] - 1]) for f in finish if f[steps[0] - 1] < f[steps[0]])])
-    return max(int(f[steps[-1]]) for f in finish) - begin
+    def graph(self, step: int) -> Graph:
+        graph = _Assembly(self, step).graph
+        graph.info["clock"] = self.clock.facts
+        graph.warnings[:0] = self.clock.warnings
+        return graph
 
 
 class _Assembly:
     """Builds the graph of one step."""
 
-    def __init__(self, traces: list[RankTrace], step: int, names: set[str], clocks: EndsAlignment) -> None:
-        self.traces = traces
+    def __init__(self, capture: _Capture, step: int) -> None:
+        self.traces = traces = capture.clock.traces
         self.graph = Graph()
-        self.offsets = clocks.offsets_ns
         self.world_size = max(len(traces), *(trace.meta.world_size for trace in traces))
-        self.locals = [build_local(t, *_window(t, step), _rank(t, i), names) for i, t in enumerate(traces)]
-        begins = [x.begin + o for x, o in zip(self.locals, self.offsets, strict=True)]
+        windows = [(int(t.step_bounds[step, 0]), int(t.step_bounds[step, 1])) for t in traces]
+        self.locals = [build_local(t, *windows[i], _rank(t, i), capture.names) for i, t in enumerate(traces)]
+        begins = [local.begin for local in self.locals]
         # From the second step on, what a rank did before the last one began belongs to the time of the
         # step before: the graph begins with the last rank. The first step begins with the first.
-        self.origin = max(begins) if step > 0 else min(begins)
-        for local, begin in zip(self.locals, begins, strict=True):
-            _skip_ahead(local, self.origin - begin)
+        origin = max(begins) if step > 0 else min(begins)
+        #: how much later than the graph each rank begins, ns; without one clock nobody knows
+        self.late = [begin - origin if capture.clock.aligned else 0 for begin in begins]
+        for local, late in zip(self.locals, self.late, strict=True):
+            _skip_ahead(local, -late)
         self.ids: dict[int, int] = {}  # id(draft) -> op, what successors of the draft depend on
         graph = self.graph
         graph.ranks = len(traces)
@@ -149,7 +115,7 @@ class _Assembly:
             graph.warnings += [f"rank {trace.meta.rank}: {line}" for line in trace.warnings]
         for local in self.locals:
             graph.warnings += [f"rank {local.rank}: {line}" for line in local.warnings]
-        joined = self._match(clocks.shared)
+        joined = self._match(capture.shared)
         shared = {id(op) for group in joined for op in group}
         single: list[list[DraftOp | None]] = [
             [op if i == j else None for j in range(len(self.locals))]
@@ -158,7 +124,7 @@ class _Assembly:
             if op.resource == CHANNEL and id(op) not in shared
         ]
         self._add_ops(joined, sorted([*joined, *single], key=self._launched))
-        span = _span_ns(traces, [step], self.offsets)
+        span = span_ns(capture.clock, [step])
         unexplained = self._unexplained()
         if unexplained > _UNEXPLAINED_SHARE * span * len(traces):
             graph.warnings.append(
@@ -168,7 +134,7 @@ class _Assembly:
             unexplained_ns=unexplained,
             world_size=self.world_size,
             measured_ns=span,
-            unprofiled_ns=_unprofiled(traces),
+            unprofiled_ns=unprofiled_ns(traces),
             launch_ns=self._launch_cost(),
             main_resource={x.rank: graph.resource(x.main) for x in self.locals},
             channel=CHANNEL,
@@ -231,7 +197,7 @@ class _Assembly:
                 )  # fmt: skip
             else:
                 continue
-            times.append(op.start + self.offsets[i])
+            times.append(op.start)
         previous_end = -(2**62)
         for group in groups:
             previous_end = self._transfer(group, previous_end)
@@ -244,7 +210,7 @@ class _Assembly:
             edges.update((self.ids[id(p)], me) for p in op.preds if id(p) in self.ids)
             if id(op) in arrivals:
                 edges.add((me, self.ids[id(op)]))
-        broken = _break_cycles(times, edges)
+        broken = break_cycles(times, edges)
         if broken:
             graph.warnings.append(f"{broken} dependencies that closed a cycle were dropped")
         for src, dst in sorted(edges):
@@ -254,22 +220,15 @@ class _Assembly:
         local = self.locals[index]
         gap = op.gap(local.begin)
         if not op.preds:  # a source starts when its rank does
-            gap = max(0, gap + local.begin + self.offsets[index] - self.origin)
+            gap = max(0, gap + self.late[index])
         return self.graph.add_op(
             op.name, op.kind, resource=self.graph.resource(op.resource), duration=op.duration, gap=gap,
             tensor=op.tensor, rank=local.rank, nbytes=op.nbytes,
         )  # fmt: skip
 
-    def _members(self, group: list[DraftOp | None]) -> list[tuple[DraftOp, int]]:
-        """Ops of a group with the offset of their rank's clock."""
-        return [(op, offset) for op, offset in zip(group, self.offsets, strict=True) if op is not None]
-
     def _launched(self, group: list[DraftOp | None]) -> int:
         """Latest arrival: on a stream the kernel's start, on the host the end of the enqueueing call."""
-        return max(
-            (max(p.end for p in op.preds) if op.resource == CHANNEL else op.start) + offset
-            for op, offset in self._members(group)
-        )
+        return max(_arrived(op) for op in _members(group))
 
     def _common_ends(self, groups: list[list[DraftOp | None]]) -> None:
         """Give the members of each group one end; that a rank goes on later is then its own gap.
@@ -279,16 +238,12 @@ class _Assembly:
         """
         before = -(2**62)
         for group in groups:
-            members = self._members(group)
-            end = max(min(op.end + o for op, o in members), self._launched(group))
-            if members[0][0].resource == CHANNEL:
+            members = _members(group)
+            end = max(min(op.end for op in members), self._launched(group))
+            if members[0].resource == CHANNEL:
                 end = before = max(end, before)
-            for op, offset in members:
-                op.end = end - offset
-
-    def _end(self, group: list[DraftOp | None]) -> int:
-        op, offset = self._members(group)[0]
-        return op.end + offset
+            for op in members:
+                op.end = end
 
     def _transfer(self, group: list[DraftOp | None], previous_end: int) -> int:
         """The one op that stands for a joined collective. Returns the end of the host channel's last.
@@ -296,8 +251,8 @@ class _Assembly:
         The channel is a queue of one (dPRO: a link is a device), so a transfer on it is charged from
         the moment that the one before it was through.
         """
-        members = [op for op, _ in self._members(group)]
-        end, arrival = self._end(group), self._launched(group)
+        members = _members(group)
+        end, arrival = members[0].end, self._launched(group)
         serial = members[0].resource == CHANNEL
         if serial:
             arrival = max(arrival, previous_end)
@@ -356,10 +311,12 @@ def _rank(trace: RankTrace, index: int) -> int:
     return trace.meta.rank if trace.meta.rank >= 0 else index
 
 
-def _unprofiled(traces: list[RankTrace]) -> float | None:
-    """Median un-profiled step of the slowest rank, ns; None where nothing was timed."""
-    medians = [float(np.median(t.meta.unprofiled_step_ns)) for t in traces if t.meta.unprofiled_step_ns]
-    return max(medians) if medians else None
+def _members(group: list[DraftOp | None]) -> list[DraftOp]:
+    return [op for op in group if op is not None]
+
+
+def _arrived(op: DraftOp) -> int:
+    return max(p.end for p in op.preds) if op.resource == CHANNEL else op.start
 
 
 def _skip_ahead(local: Local, ahead_ns: int) -> None:
@@ -375,52 +332,3 @@ def _skip_ahead(local: Local, ahead_ns: int) -> None:
         op.duration -= work
         ahead_ns -= work
         before = op
-
-
-def _break_cycles(times: list[int], edges: set[tuple[int, int]]) -> int:
-    """Remove edges until no cycle is left, of each cycle the one most against measured time; how many.
-
-    Ops are taken away in topological order (Kahn). What stays waits for something that stays, so following
-    that back from any op ends in a cycle; once it is open, the taking away and then the walk go on from
-    there. Every edge is looked at once, and every cycle that is found.
-
-    ``times``: measured start by op.
-    """
-    before: list[set[int]] = [set() for _ in times]  # what an op still waits for
-    after: list[list[int]] = [[] for _ in times]
-    for src, dst in edges:
-        before[dst].add(src)
-        after[src].append(dst)
-
-    def take(ready: list[int]) -> None:
-        while ready:
-            op = ready.pop()
-            for dst in after[op]:
-                if op in before[dst]:
-                    before[dst].remove(op)
-                    if not before[dst]:
-                        ready.append(dst)
-
-    removed = 0
-    take([op for op, waits in enumerate(before) if not waits])
-    for start in (op for op, waits in enumerate(before) if waits):
-        path, place = [start], {start: 0}
-        while path:
-            op = next(iter(before[path[-1]]))
-            if op not in place:
-                place[op] = len(path)
-                path.append(op)
-                continue
-            cycle = path[place[op] :]
-            src, dst = min(
-                zip([*cycle[1:], op], cycle, strict=True), key=lambda edge: (times[edge[1]] - times[edge[0]], edge)
-            )
-            edges.remove((src, dst))
-            before[dst].remove(src)
-            removed += 1
-            if not before[dst]:
-                take([dst])
-            keep = place[dst] + 1
-            while path and (len(path) > keep or not before[path[-1]]):
-                del place[path.pop()]
-    return removed

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpro.clock.ends import align_on_ends
-from dpro.graph.assemble import common_steps
 from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
+from dpro.graph.spans import common_steps
 from dpro.replay.engine import Replay
 from dpro.trace.model import DEVICE_KINDS, EventKind, RankTrace
 from dpro.trace.steps import step_finish_ns
