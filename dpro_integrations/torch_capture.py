@@ -25,6 +25,7 @@ from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from dpro.clock.identity import CLOCK_ID, clock_id
 from dpro.trace import kineto
 from dpro.trace.model import RankTrace, Tensor
 from dpro_integrations.torch_forward import ForwardHook
@@ -114,6 +115,7 @@ class StepCapture:
         trace.step_bounds = trace.step_bounds[:steps]
         trace.columns["step"] = np.where(trace.step < steps, trace.step, -1).astype(np.int32)
         trace.meta.host = socket.gethostname()
+        trace.meta.extra[CLOCK_ID] = clock_id()
         trace.meta.event_overhead_ns = self._event_overhead_ns
         trace.meta.contention = contention
         trace.tensors = self._tensors()
