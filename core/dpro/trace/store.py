@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dpro.errors import TraceError
-from dpro.trace import kineto
+from dpro.trace import horovod, kineto
 from dpro.trace.model import RankTrace
 
 #: A run folder never grows past this; a trace that would is refused.
@@ -160,7 +160,9 @@ def _load_folder(path: Path) -> list[RankTrace]:
 
 
 def _read(file: Path) -> RankTrace:
-    return RankTrace.load(file) if file.name.endswith(".npz") else kineto.read(file)
+    if file.name.endswith(".npz"):
+        return RankTrace.load(file)
+    return horovod.read_trace(file) if horovod.is_timeline(file) else kineto.read(file)
 
 
 def _ranked(traces: list[RankTrace], notes: list[str]) -> list[RankTrace]:
