@@ -71,8 +71,6 @@ class StepCapture:
         try:
             self._event_overhead_ns = max(0.0, (_probe_ns() - plain_ns) / _PROBE_OPS)
             self._restore = _yield_to_user(self._give_way)
-            for number, (_, parameter) in enumerate(self._parameters()):
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._watch(number)))
             self._attach()
             self._clock_pair = _clock_pair_ns()
             self._host = HostLoad()
@@ -133,21 +131,17 @@ class StepCapture:
         raise NotImplementedError
 
     def _attach(self) -> None:
-        """Further hooks, into ``_handles``; the profiler is running."""
+        """Hook what tells a gradient's readiness into ``_ready`` and :meth:`_mind_the_time` before a forward.
+
+        Whatever has to be undone goes into ``_handles``. The profiler is running already.
+        """
+        raise NotImplementedError
 
     def _complete(self, trace: RankTrace) -> RankTrace:
         """Whose trace it is, and what else was recorded; everything is detached."""
         raise NotImplementedError
 
     # -- parts ---------------------------------------------------------------------------------
-
-    def _watch(self, number: int) -> Callable[[torch.Tensor], None]:
-        ready = self._ready
-
-        def accumulated(_: torch.Tensor) -> None:
-            ready.append(number)
-
-        return accumulated
 
     def _mind_the_time(self) -> None:
         # not in backward: autograd would put back its copy of the profiler that we stopped there
@@ -224,6 +218,16 @@ class Capture(StepCapture):
 
     def _attach(self) -> None:
         self._handles.append(self._ddp.register_forward_pre_hook(ForwardHook(self._mind_the_time)))
+        for number, (_, parameter) in enumerate(self._parameters()):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._watch(number)))
+
+    def _watch(self, number: int) -> Callable[[torch.Tensor], None]:
+        ready = self._ready
+
+        def accumulated(_: torch.Tensor) -> None:
+            ready.append(number)
+
+        return accumulated
 
     def _complete(self, trace: RankTrace) -> RankTrace:
         meta = trace.meta
