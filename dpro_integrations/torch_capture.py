@@ -72,7 +72,7 @@ class StepCapture:
             self._event_overhead_ns = max(0.0, (_probe_ns() - plain_ns) / _PROBE_OPS)
             self._restore = _yield_to_user(self._give_way)
             self._attach()
-            self._clock_pair = _clock_pair_ns()
+            self._clock_pair = clock_pair_ns()
             self._host = HostLoad()
             self._open_step()
         except BaseException:
@@ -100,7 +100,7 @@ class StepCapture:
         assert profiler is not None and profiler.profiler is not None
         if not profiler.profiler.kineto_results.events():  # to write an empty one crashes
             raise RuntimeError(_TAKEN_OVER)
-        first, last = self._clock_pair, _clock_pair_ns()
+        first, last = self._clock_pair, clock_pair_ns()
         with tempfile.TemporaryDirectory(prefix="dpro-") as folder:
             path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(path))
@@ -299,7 +299,7 @@ def _probe_ns() -> int:
     return best
 
 
-def _clock_pair_ns() -> int:
+def clock_pair_ns() -> int:
     """CLOCK_REALTIME minus CLOCK_MONOTONIC, ns; the tightest of a few readings."""
     pairs = []
     for _ in range(5):

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from dpro.graph.ddp import add_gradients, add_host_collectives
+from dpro.graph import ddp, horovod
 from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import OpKind
 from dpro.graph.threads import (
@@ -66,7 +66,11 @@ def build_local(trace: RankTrace, begin: int, end: int, rank: int, own_names: se
         resource = f"rank{rank}/{trace.resources[thread]}"
         local.chains[resource] = chain(trace, rows, cuts, update_ranges(trace, thread), resource)
     local.chains.setdefault(name, [])
-    add_gradients(trace, local, threads.get(main, []) if main is not None else [])
+    by_horovod = horovod.is_horovod(trace)
+    if by_horovod:
+        horovod.add_gradients(trace, local)
+    else:
+        ddp.add_gradients(trace, local, threads.get(main, []) if main is not None else [])
     for thread_name, ops in local.chains.items():
         for before, op in pairwise(ops):
             op.after(before)
@@ -76,7 +80,10 @@ def build_local(trace: RankTrace, begin: int, end: int, rank: int, own_names: se
             local.last.after(ops[-1] if ops else local.first)
     _hand_over(local)
     _Device(trace, local, device, earlier).build()
-    add_host_collectives(trace, local)
+    if by_horovod:
+        horovod.add_responses(trace, local)
+    else:
+        ddp.add_host_collectives(trace, local)
     host = [op for ops in local.chains.values() for op in ops]
     local.ops = [local.first, *host, *local.ops, local.last]
     for op in local.ops:

@@ -15,12 +15,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dpro.errors import TraceError
 from dpro.trace.jsonstream import TraceFile, text
@@ -29,6 +30,8 @@ from dpro.trace.model import Collective, EventKind, Meta, RankTrace, Tensor, Tra
 
 GROUP = "horovod"
 BACKGROUND = "horovod/background"
+#: Names of a capture's rows on the main thread: a gradient is handed in; the main thread waits for it.
+SUBMIT, WAIT = "horovod::submit", "horovod::wait"
 _NEGOTIATE = "NEGOTIATE_"
 #: The outermost phases of a tensor; what is inside is an activity (``common/message.cc``, ResponseType).
 _OPERATIONS = frozenset({"ALLREDUCE", "ADASUM", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER"})
@@ -117,15 +120,76 @@ def read_trace(path: Path) -> RankTrace:
 
 def add_responses(builder: TraceBuilder, responses: Iterable[Response], members: Sequence[Sequence[int]]) -> None:
     """A COLLECTIVE row for each of ``responses``; ``members`` are its tensors, by number in the trace."""
-    for response, tensors in zip(responses, members, strict=True):
-        facts = Collective(
-            name=response.operation, group=GROUP, sequence=response.sequence, dtype=response.dtype,
-            tensors=tuple(tensors),
-        )  # fmt: skip
-        builder.add(
-            response.operation, EventKind.COLLECTIVE, BACKGROUND, response.start, response.end, facts,
-            nbytes=response.nbytes,
-        )  # fmt: skip
+    for r, tensors in zip(responses, members, strict=True):
+        facts = Collective(r.operation, GROUP, r.sequence, dtype=r.dtype, tensors=tuple(tensors))
+        collective_row(builder, facts, r.start, r.end, r.nbytes)
+
+
+def collective_row(builder: TraceBuilder, facts: Collective, start: int, end: int, nbytes: int) -> None:
+    """The one form in which a trace holds a response."""
+    builder.add(facts.name, EventKind.COLLECTIVE, BACKGROUND, start, end, facts, nbytes=nbytes)
+
+
+def with_timeline(trace: RankTrace, timeline: Timeline, zero_ns: int, groups: dict[str, list[int]]) -> RankTrace:
+    """The coordinator's ``trace`` with a COLLECTIVE row for every response that lies in one of its steps.
+
+    Args:
+        trace: with :data:`SUBMIT` and :data:`WAIT` rows.
+        zero_ns: where the timeline's 0 lies on the trace's clock, roughly. It is corrected by what must be:
+            no response begins before its members were handed in, nor ends after one of them was had.
+        groups: gradients (numbers) of a group by the name of its first.
+    """
+    numbers = {tensor.name: i for i, tensor in enumerate(trace.tensors)}
+    members = []
+    for response in timeline.responses:
+        found = []
+        for name in response.tensors:
+            given, place, _ = plain_names(name)
+            grouped = groups.get(given, [])
+            found.append(grouped[place - 1] if 0 < place <= len(grouped) else numbers.get(given, -1))
+        members.append([number for number in found if number >= 0])
+    zero_ns = _fit(trace, timeline.responses, members, zero_ns)
+    placed = [replace(r, start=r.start + zero_ns, end=r.end + zero_ns) for r in timeline.responses]
+    inside = trace.step_at(np.array([r.start for r in placed], dtype=np.int64)) >= 0
+    builder = TraceBuilder(trace.meta)
+    kept = [i for i, yes in enumerate(inside.tolist()) if yes]
+    add_responses(builder, [placed[i] for i in kept], [members[i] for i in kept])
+    return merged(trace, builder)
+
+
+def spans(trace: RankTrace, name: str) -> dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Gradient -> starts and ends of its rows called ``name``, in order."""
+    rows = np.flatnonzero(np.isin(trace.name, [i for i, n in enumerate(trace.names) if n == name]))
+    tensor = trace.tensor[rows]
+    return {
+        number: (trace.start[rows[tensor == number]], trace.end[rows[tensor == number]])
+        for number in np.unique(tensor).tolist()
+    }
+
+
+def bounds(trace: RankTrace, responses: Sequence[tuple[int, int]], members: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Least and greatest ns that may be added to ``responses`` (start, end) so that they fit the trace's own rows.
+
+    A member's k-th response is its k-th in ``responses`` counted from the last, as its rows are: whatever began
+    before the capture did is missing in both.
+    """
+    submitted, waited = spans(trace, SUBMIT), spans(trace, WAIT)
+    low, high = -_MAX_TIME_NS, _MAX_TIME_NS
+    seen: Counter[int] = Counter()
+    for (start, end), numbers in zip(reversed(responses), reversed(members), strict=True):
+        for number in numbers:
+            seen[number] += 1
+            if number in submitted and seen[number] <= len(submitted[number][0]):
+                low = max(low, int(submitted[number][0][-seen[number]]) - start)
+            if number in waited and seen[number] <= len(waited[number][1]):
+                high = min(high, int(waited[number][1][-seen[number]]) - end)
+    return low, high
+
+
+def _fit(trace: RankTrace, responses: list[Response], members: list[list[int]], zero_ns: int) -> int:
+    low, high = bounds(trace, [(r.start, r.end) for r in responses], members)
+    # The main thread spins while it waits, so that the upper bound is met to microseconds.
+    return min(max(zero_ns, low), high)
 
 
 def merged(trace: RankTrace, more: TraceBuilder) -> RankTrace:
