@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,4 +17,26 @@ def replay(
     Raises:
         ValueError: lengths disagree, an index is out of range, a time is negative or too long.
         TypeError: an array has another dtype than named, or is not contiguous.
+    """
+
+def wire_unsupported() -> str:
+    """Empty where the wire can be traced, else why not."""
+
+def wire_slots(libraries: list[str]) -> list[tuple[str, str, int, int]]:
+    """(library, symbol, address, value now) of every slot of a traced call in the loaded ``libraries``."""
+
+def wire_attach(libraries: list[str]) -> int:
+    """Patch the slots of the loaded ``libraries`` (parts of file names) and record; how many were patched.
+
+    Raises:
+        RuntimeError: attached already, no memory, or this platform cannot be patched.
+    """
+
+def wire_detach() -> dict[str, Any]:
+    """Restore the slots and hand over what was seen.
+
+    Columns [events]: ``stream`` i4 (index into ``streams``), ``direction`` u1 (0 sent, 1 received), ``start`` and
+    ``end`` i8 ns, ``offset`` and ``nbytes`` i8, ``head_bytes`` u1, ``head`` u1 [events, 48]. ``streams``: (local ip,
+    port, peer ip, port, the kernel's number of the socket, whether its send offsets may be one too high).
+    ``dropped``: calls there was no room for.
     """

@@ -9,6 +9,8 @@
 
 namespace py = pybind11;
 
+void bind_wire(py::module_& module);  // wire_module.cpp
+
 namespace {
 
 template <typename T>
@@ -39,10 +41,11 @@ py::tuple replay(const Array<std::int32_t>& resource, const Array<std::int64_t>&
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
-    module.doc() = "dpro's native core: the replay engine.";
+    module.doc() = "dpro's native core: the replay engine and the wire tracer.";
     // noconvert: a wrong dtype or layout is an error of the caller, never a silent copy.
     module.def("replay", &replay, py::arg("resource").noconvert(), py::arg("duration").noconvert(),
                py::arg("gap").noconvert(), py::arg("priority").noconvert(), py::arg("indptr").noconvert(),
                py::arg("indices").noconvert(), py::arg("resources"),
                "Start, end, cause [ops] of every op, makespan (ns), ops that ran, peak working bytes.");
+    bind_wire(module);
 }
