@@ -1,4 +1,4 @@
-"""The ``dpro`` command: replay, optimize, whatif, export, report, diff, doctor.
+"""The ``dpro`` command: replay, align, optimize, whatif, export, report, diff, doctor.
 
 Turns words into calls of the floors below and their answers into a table or one JSON document;
 computes nothing itself. Everything heavy is imported inside the command that needs it. Exit codes:
@@ -12,18 +12,16 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from dpro.cli_output import console, fail, failed_output, print_json, print_warnings, say
 from dpro.errors import DproError, TraceError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dpro.graph.graph import Graph
     from dpro.report.summary import Summary
     from dpro.trace.model import RankTrace
@@ -62,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = app(list(sys.argv[1:] if arguments is None else arguments), prog_name="dpro", standalone_mode=False)
         sys.stdout.flush()
     except OSError as error:  # of --version and --help, which no command guards
-        code = _failed_output(error)
+        code = failed_output(error)
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
@@ -72,10 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         where = context.command_path if context is not None else "dpro"
         message = error.format_message()
         if message and type(error).__name__ != "NoArgsIsHelpError":
-            _say(f"{where}: {message} (see `{where} --help`)")
+            say(f"{where}: {message} (see `{where} --help`)")
         code = 2
     except (KeyboardInterrupt, typer.Abort):
-        _say("dpro: interrupted")
+        say("dpro: interrupted")
         code = 130
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -89,9 +87,9 @@ def command(function: F) -> F:
             function(*args, **kwargs)
             sys.stdout.flush()
         except DproError as error:
-            _fail(str(error), 2)
+            fail(str(error), 2)
         except OSError as error:
-            raise typer.Exit(_failed_output(error)) from None
+            raise typer.Exit(failed_output(error)) from None
         except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
@@ -99,7 +97,7 @@ def command(function: F) -> F:
                 raise
             if os.environ.get("DPRO_DEBUG"):
                 raise
-            _fail(f"dpro: internal error: {type(error).__name__}: {error} (DPRO_DEBUG=1 shows where)", 3)
+            fail(f"dpro: internal error: {type(error).__name__}: {error} (DPRO_DEBUG=1 shows where)", 3)
 
     app.command(name=function.__name__.rstrip("_"))(guarded)
     return function
@@ -120,7 +118,7 @@ def replay(path: PathArgument, json: Json = False) -> None:
     summary = _summary(path)
     error = summary.error_pct
     if json:
-        _print_json(
+        print_json(
             {
                 "ranks": summary.ranks,
                 "steps": summary.steps,
@@ -139,7 +137,7 @@ def replay(path: PathArgument, json: Json = False) -> None:
         return
     from dpro.report import table
 
-    console = _console()
+    out = console()
     against = "" if error is None else f"{error:.1f} % from {summary.reference}"
     rows = [
         ("measured", f"{summary.measured_ms:.2f} ms", "mean step, under the profiler"),
@@ -149,11 +147,42 @@ def replay(path: PathArgument, json: Json = False) -> None:
     if summary.reference != "measured":
         rows.insert(1, ("un-profiled", f"{summary.reference_ms:.2f} ms", "median step with nothing attached"))
     title = f"{summary.title}  ·  {summary.size}"
-    console.print(table.numbers_table(rows, title=title))
-    console.print(table.breakdown_bar(summary.breakdown_ms))
-    console.print(table.ops_table(summary.top, title="Critical path"))
-    console.print(f"{summary.advice}\n", soft_wrap=True)
-    _print_warnings(summary.warnings)
+    out.print(table.numbers_table(rows, title=title))
+    out.print(table.breakdown_bar(summary.breakdown_ms))
+    out.print(table.ops_table(summary.top, title="Critical path"))
+    out.print(f"{summary.advice}\n", soft_wrap=True)
+    print_warnings(summary.warnings)
+
+
+@command
+def align(path: PathArgument, json: Json = False) -> None:
+    """How far the clocks of the ranks are apart, and how sure that is."""
+    from dpro.clock.align import align as find
+
+    traces = _load(path)
+    found = find(traces)
+    warnings = [*dict.fromkeys(line for trace in traces for line in trace.warnings), *found.warnings]
+    ranks = [
+        {
+            "rank": trace.meta.rank if trace.meta.rank >= 0 else index,
+            "host": trace.meta.host,
+            "offset_us": found.offset_ns[index] / 1e3,
+            "drift_ppm": found.drift_ppm[index],
+            "uncertainty_us": _us(found.uncertainty_ns[index]),
+            "residual_us": _us(found.residual_ns[index]),
+            "source": found.source[index],
+        }
+        for index, trace in enumerate(traces)
+    ]
+    residual_us = max((rank["residual_us"] for rank in ranks if rank["residual_us"] is not None), default=None)
+    if json:
+        print_json({"ranks": ranks, "residual_us": residual_us, "warnings": warnings})
+        return
+    from dpro.report import table
+
+    left = "" if residual_us is None else f"ends of collectives then differ by {residual_us:.1f} us"
+    console().print(table.clocks_table(ranks, f"Clocks  ·  {path.resolve().name}", left))
+    print_warnings(warnings)
 
 
 @command
@@ -189,7 +218,7 @@ def optimize(
             best.plan.save(output)
     if json:
         plans = [{"name": c.name, "predicted_ms": c.predicted_ms, "plan": asdict(c.plan)} for c in found.candidates]
-        _print_json(
+        print_json(
             {
                 "baseline_ms": found.baseline_ms,
                 "predicted_ms": best.predicted_ms if best else found.baseline_ms,
@@ -209,8 +238,8 @@ def optimize(
     notes = [f"{found.evaluations} replays in {found.seconds:.1f} s; {found.stopped}"]
     if best is not None:
         notes.append(f"plan: {output}" if output else "-o plan.json writes the best plan")
-    _console().print(table.verdict_table(rows, "PREDICTED", notes))
-    _print_warnings(warnings)
+    console().print(table.verdict_table(rows, "PREDICTED", notes))
+    print_warnings(warnings)
 
 
 @command
@@ -247,17 +276,17 @@ def whatif(
     predicted_ms = run(graph).makespan_ns / 1e6
     if json:
         answer = {"baseline_ms": baseline_ms, "predicted_ms": predicted_ms, "assumptions": assumptions}
-        _print_json({**answer, "warnings": graph.warnings})
+        print_json({**answer, "warnings": graph.warnings})
         return
     from dpro.report import table
 
     speed = f"{baseline_ms / predicted_ms:.3f}× the speed" if predicted_ms else ""
     rows = [("now", f"{baseline_ms:.2f} ms", "replayed"), ("then", f"{predicted_ms:.2f} ms", speed)]
-    console = _console()
-    console.print(table.numbers_table(rows, title=f"What if  ·  {path.name}"))
+    out = console()
+    out.print(table.numbers_table(rows, title=f"What if  ·  {path.name}"))
     for assumption in assumptions:
-        console.print(f"assumed: {table.plain(assumption)}", style="dim", soft_wrap=True)
-    _print_warnings(graph.warnings)
+        out.print(f"assumed: {table.plain(assumption)}", style="dim", soft_wrap=True)
+    print_warnings(graph.warnings)
 
 
 @command
@@ -278,7 +307,7 @@ def export(
     with files.naming(perfetto):
         events = write(graph, result, perfetto, critical=critical_path(graph, result), measured=traces)
     typer.echo(f"{perfetto}: {events:,} events of {graph.ranks} ranks; open it at ui.perfetto.dev")
-    _print_warnings(graph.warnings)
+    print_warnings(graph.warnings)
 
 
 @command
@@ -297,10 +326,10 @@ def report(
         # The run of a given plan: nothing was captured that a page could show, but there is a verdict.
         reason = table.printable(outcome.reason)
         if outcome.rows:
-            _console().print(table.verdict_table(outcome.rows, outcome.verdict, [reason]))
+            console().print(table.verdict_table(outcome.rows, outcome.verdict, [reason]))
         else:
             typer.echo(f"{table.printable(outcome.verdict)}: {reason}")
-        _print_warnings([f"{path}: no traces in it, so no page is written"])
+        print_warnings([f"{path}: no traces in it, so no page is written"])
         return
     if output is None:  # a run folder keeps its own report
         output = folder.page_file if ours else Path(path.resolve().name.split(".")[0] + ".html")
@@ -326,7 +355,7 @@ def diff(
     rows = compare(*graphs)
     warnings = [f"{name}: {text}" for name, graph in zip("AB", graphs, strict=True) for text in graph.warnings]
     if json:
-        _print_json(
+        print_json(
             {
                 "a_ms": before,
                 "b_ms": after,
@@ -340,17 +369,17 @@ def diff(
     from dpro.report import table
 
     change = f"{after - before:+.2f} ms" + (f", {100 * (after - before) / before:+.1f} %" if before else "")
-    console = _console()
-    console.print(
+    out = console()
+    out.print(
         table.numbers_table([("A", f"{before:.2f} ms", str(a)), ("B", f"{after:.2f} ms", f"{b}  ({change})")], "Step")
     )
     changed = [row for row in rows if row["change_ms"] or row["a_count"] != row["b_count"]]
     if changed:
         title = "Ops, per rank and step, largest change first"
-        console.print(table.diff_table(changed[:top], "A ms", "B ms", title=title))
+        out.print(table.diff_table(changed[:top], "A ms", "B ms", title=title))
     left = [f"{len(changed) - top:,} more changed"] if len(changed) > top else []
-    console.print("; ".join([*left, f"{len(rows) - len(changed):,} op names unchanged"]), style="dim")
-    _print_warnings(warnings)
+    out.print("; ".join([*left, f"{len(rows) - len(changed):,} op names unchanged"]), style="dim")
+    print_warnings(warnings)
 
 
 @command
@@ -361,11 +390,11 @@ def doctor(json: Json = False) -> None:
     findings = examine()
     if json:
         rows = [{"what": f.what, "status": f.status, "found": f.found, "todo": f.todo} for f in findings]
-        _print_json({"findings": rows, "warnings": [f"{f.what}: {f.found}" for f in findings if f.status == "warn"]})
+        print_json({"findings": rows, "warnings": [f"{f.what}: {f.found}" for f in findings if f.status == "warn"]})
         return
     from dpro.report import table
 
-    _console().print(table.findings_table([(f.status, f.what, f.found, f.todo) for f in findings], "dpro doctor"))
+    console().print(table.findings_table([(f.status, f.what, f.found, f.todo) for f in findings], "dpro doctor"))
 
 
 # -- between words and floors ------------------------------------------------------------------
@@ -392,6 +421,11 @@ def _assemble(path: Path, traces: list[RankTrace]) -> Graph:
         raise TraceError(path, "its step would last for years: its times cannot be right")
     graph.warnings = list(dict.fromkeys(graph.warnings))
     return graph
+
+
+def _us(ns: float) -> float | None:
+    """None for what is not known."""
+    return ns / 1e3 if math.isfinite(ns) else None
 
 
 def _summary(path: Path) -> Summary:
@@ -430,64 +464,3 @@ def _pattern_and_factor(text: str) -> tuple[str, float]:
     except ValueError:
         pass
     raise typer.BadParameter(f"{text!r} is not REGEX=FACTOR, such as 'gemm=0.5'", param_hint="--scale")
-
-
-# -- output ------------------------------------------------------------------------------------
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    """One document on stdout, finite numbers only: what is not one becomes null and a warning."""
-    import json
-
-    lost: list[str] = []
-    clean = _finite(document, "", lost)
-    if lost:
-        clean["warnings"] = [*clean.get("warnings", []), f"not a finite number, shown as null: {', '.join(lost)}"]
-    typer.echo(json.dumps(clean, indent=1, allow_nan=False))
-
-
-def _finite(value: Any, where: str, lost: list[str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item, f"{where}.{key}".lstrip("."), lost) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item, where, lost) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        lost.append(where)
-        return None
-    return value
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
-
-
-def _print_warnings(warnings: Sequence[str]) -> None:
-    for warning in warnings:
-        _say(f"warning: {warning}")
-
-
-def _failed_output(error: OSError) -> int:
-    """Say what the system refused, if anybody is there to hear it; the exit code."""
-    if error.filename:
-        _say(f"{error.filename}: {error.strerror}")
-        return 2
-    with suppress(OSError, ValueError):  # what is still in the buffer must not fail again at the exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(error, BrokenPipeError):  # `dpro … | head`: the reader has seen enough
-        return 141
-    _say(f"standard output: {error.strerror or error}")
-    return 2
-
-
-def _say(text: str) -> None:
-    """One line on stderr, whatever is in it."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    with suppress(OSError):
-        typer.echo(line, err=True)
-
-
-def _fail(text: str, code: int) -> NoReturn:
-    _say(text)
-    raise typer.Exit(code)

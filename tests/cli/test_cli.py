@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpro import cli
+from dpro import cli, cli_output
 from dpro.graph.graph import Graph, OpKind
 from dpro.plan import Plan
 from dpro.trace import kineto
@@ -238,6 +238,7 @@ def test_a_name_may_hold_anything(tmp_path: Path) -> None:
 
 COMMANDS: dict[str, list[str]] = {
     "replay": [],
+    "align": [],
     "optimize": [],
     "whatif": ["--bandwidth", "2x"],
     "export": ["--perfetto", os.devnull],
@@ -416,7 +417,7 @@ def test_a_bug_is_exit_3_with_one_line(monkeypatch: pytest.MonkeyPatch, trace: P
 
 
 def test_numbers_that_are_not_finite_become_null_and_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    cli._print_json({"a": float("nan"), "b": [1.5, {"c": float("inf")}], "warnings": ["w"]})
+    cli_output.print_json({"a": float("nan"), "b": [1.5, {"c": float("inf")}], "warnings": ["w"]})
     answer = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert answer["a"] is None and answer["b"] == [1.5, {"c": None}]
     assert answer["warnings"] == ["w", "not a finite number, shown as null: a, b.c"]
@@ -440,7 +441,9 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 
 def test_every_word_of_the_design_is_there() -> None:
     done = shell("--help")
-    assert all(word in done.stdout for word in ("replay", "optimize", "whatif", "export", "report", "diff", "doctor"))
+    assert all(
+        word in done.stdout for word in ("replay", "align", "optimize", "whatif", "export", "report", "diff", "doctor")
+    )
 
 
 def test_doctor_always_ends_well() -> None:

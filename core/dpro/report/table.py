@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -82,6 +82,20 @@ def numbers_table(rows: Sequence[tuple[str, str, str]], title: str = "") -> Tabl
     table.columns[2].style, table.columns[2].justify, table.columns[2].no_wrap = "dim", "left", False
     for row in rows:
         table.add_row(*map(plain, row))
+    return table
+
+
+def clocks_table(ranks: Sequence[Mapping[str, Any]], title: str = "", note: str = "") -> Table:
+    """What `dpro align` finds, a rank per row; µs and ppm. None, not known, is shown as a dash."""
+    from rich.text import Text
+
+    table = _table("rank", "host", "offset us", "drift ppm", "± us", "by", title=title)
+    for rank in ranks:
+        sure = rank["uncertainty_us"]
+        cells = [f"{rank['offset_us']:,.1f}", f"{rank['drift_ppm']:.1f}", "—" if sure is None else f"{sure:.1f}"]
+        table.add_row(str(rank["rank"]), plain(rank["host"]), *cells, plain(rank["source"]))
+    if note:
+        table.caption, table.caption_justify = Text(note, style="dim"), "left"
     return table
 
 
