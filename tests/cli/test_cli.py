@@ -398,6 +398,8 @@ def test_times_of_years_are_bad_input(tmp_path: Path) -> None:
     ends = ({"ph": "X", "cat": "cpu_op", "name": "a", "tid": 1, "ts": ts, "dur": 9} for ts in (100, 4 * 10**15))
     path.write_text(json.dumps({"traceEvents": list(ends)}))
     for command, more in COMMANDS.items():
+        if command == "align":  # asks nothing about steps
+            continue
         assert "last for years" in one_line(run(command, path, *more, code=2)[1])
 
 

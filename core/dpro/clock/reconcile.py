@@ -1,9 +1,10 @@
 """From pairs of clocks to every clock read on the first.
 
-Along a tree there is one way from each clock to the first, and nothing to decide. Where pairs close a circle they
-contradict each other a little; then the lines are those that are least away from what the pairs say (weighted
-least absolute deviation) and break no cause and effect of any pair: a small linear program (dPRO, MLSys 2022,
-section 4.2, has a squared term in its place that no convex solver takes), for which alone CVXPY is imported.
+Each clock is read on the first over the pairs known best. Where pairs close a circle, that may break the cause and
+effect of a pair not on the way; only then is there anything to solve. The lines are then those that are least away
+from what the pairs say (weighted least absolute deviation, of which the best ways are a solution too where they
+break nothing worse) and break no cause and effect of any pair: a small linear program. (dPRO, MLSys 2022, section
+4.2, has a term in its place that is not convex.) CVXPY takes seconds to import, and is imported for this alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ Floats = npt.NDArray[np.float64]
 
 #: what giving way by 1 ns costs, in units of the weighted deviation of a pair known to 1 ns
 _SLACK_COST = 1e3
+#: clocks are read, and corners rounded, no better than this
+_TOLERANCE_NS = 1_000
 #: a pair known better than this counts no more
 _LEAST_UNCERTAINTY_NS = 100.0
 
@@ -40,16 +43,15 @@ def reconcile(pairs: Sequence[Pair], windows: Sequence[Window]) -> Clocks:
     """``windows``: first and last time of each clock. Clocks that no pair leads to keep their times."""
     lines, uncertainty = _along_best_paths(pairs, windows)
     warnings: list[str] = []
-    reached = sum(np.isfinite(u) for u in uncertainty)
     bounded = [p for p in pairs if np.isfinite(p.uncertainty_ns) and np.isfinite(uncertainty[p.first])]
-    if len(bounded) >= reached:  # more pairs than a tree has
+    if any(_broken_ns(pair, lines) > _TOLERANCE_NS for pair in bounded):
         try:
             better, slack = _solve(bounded, lines, windows)
         except Exception as error:  # no solver, or none that gets through: the best paths are good lines too
             return Clocks(
                 lines, uncertainty, [f"clocks not reconciled over all pairs ({type(error).__name__}: {error})"]
             )
-        if slack > 1_000:
+        if slack > _TOLERANCE_NS:
             warnings.append(f"clocks of hosts contradict each other around a circle: {slack / 1e3:.1f} us given way")
         for k, (line, window) in enumerate(zip(better, windows, strict=True)):
             # what the best path promised, about another line
@@ -79,6 +81,14 @@ def _along_best_paths(pairs: Sequence[Pair], windows: Sequence[Window]) -> tuple
             if other not in done:
                 heapq.heappush(queue, (wrong + more, len(done), other, line.after(step)))
     return lines, uncertainty
+
+
+def _broken_ns(pair: Pair, lines: Sequence[Line]) -> float:
+    """By how much the lines break a cause and effect of a pair, beyond what the pair itself does."""
+    first, second = lines[pair.first], lines[pair.second]
+    early = [first(t + difference) - second(t) for t, difference in pair.low.tolist()]
+    late = [second(t) - first(t + difference) for t, difference in pair.high.tolist()]
+    return max([*early, *late], default=0) - pair.slack_ns
 
 
 def _solve(pairs: Sequence[Pair], lines: Sequence[Line], windows: Sequence[Window]) -> tuple[list[Line], float]:
