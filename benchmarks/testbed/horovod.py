@@ -8,6 +8,8 @@ uses, since that one has Horovod; this module itself imports Horovod nowhere but
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -43,6 +45,20 @@ def start(
         return environment(bed, host, port)
 
     return bed.start(command, env, cwd, quiet, each=rank)
+
+
+def find_python() -> str:
+    """An interpreter that has Horovod for torch: this one, or that of the project's ``.venv-backends``.
+
+    Raises:
+        TestbedError: neither has it.
+    """
+    for python in (sys.executable, str(ROOT / ".venv-backends" / "bin" / "python")):
+        if shutil.which(python):
+            done = subprocess.run([python, "-c", "import horovod.torch"], capture_output=True, check=False)
+            if not done.returncode:
+                return python
+    raise TestbedError("no Python with Horovod for torch (make backends)")
 
 
 def environment(bed: Testbed, host: int, port: int) -> dict[str, str]:

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.testbed import Testbed
-from benchmarks.testbed.horovod import environment, start
-from tests.testbed.test_testbed import ROOT, needs_namespaces
-
-BACKENDS = ROOT / ".venv-backends" / "bin" / "python"
-
-
-def horovod_python() -> str | None:
-    """A Python that has Horovod for torch: the one that runs, or the backends' one."""
-    if importlib.util.find_spec("horovod"):
-        return sys.executable
-    if BACKENDS.exists():
-        done = subprocess.run([str(BACKENDS), "-c", "import horovod.torch"], capture_output=True, check=False)
-        return None if done.returncode else str(BACKENDS)
-    return None
+from benchmarks.testbed import Testbed, TestbedError
+from benchmarks.testbed.horovod import environment, find_python, start
+from tests.testbed.test_testbed import needs_namespaces
 
 
 def test_ranks_of_one_machine_and_of_many() -> None:
@@ -38,9 +23,10 @@ def test_ranks_of_one_machine_and_of_many() -> None:
 @needs_namespaces
 def test_an_allreduce_between_hosts(tmp_path: Path) -> None:
     """Three hosts with own clocks: 1 + 2 + 3 on each of them, one process per host."""
-    python = horovod_python()
-    if python is None:
-        pytest.skip("no Python with Horovod here")
+    try:
+        python = find_python()
+    except TestbedError as error:
+        pytest.skip(str(error))
     script = tmp_path / "job.py"
     script.write_text(
         "import sys, torch, horovod.torch as hvd\n"

@@ -1,0 +1,164 @@
+"""Results as the Markdown tables of ``docs/benchmarks.md``; a table there is never typed by hand.
+
+A table lies between ``<!-- NAME -->`` and ``<!-- /NAME -->``; what is between them is replaced. ``python -m
+benchmarks.tables KIND RESULT.json DOCUMENT.md`` writes the table of a result printed earlier with ``--json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """Markdown under a name."""
+
+    name: str
+    text: str
+
+    def into(self, document: Path) -> None:
+        """Put it between its markers in ``document``.
+
+        Raises:
+            ValueError: the document has no such markers.
+        """
+        begin, end = f"<!-- {self.name} -->", f"<!-- /{self.name} -->"
+        whole = document.read_text()
+        if not re.search(f"{re.escape(begin)}.*{re.escape(end)}", whole, re.DOTALL):
+            raise ValueError(f"{document}: no markers {begin} … {end}")
+        head, _, rest = whole.partition(begin)
+        document.write_text(f"{head}{begin}\n{self.text}\n{end}{rest.partition(end)[2]}")
+
+
+def accuracy_table(result: dict[str, Any]) -> Table:
+    """Of ``benchmarks.accuracy``."""
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        **_IDENTITY,
+        "measured ms": lambda c: _ms(c["measured_ms"]),
+        "middle half": lambda c: "–".join(map(_ms, c["measured_middle_half_ms"])),
+        "replayed ms": lambda c: _ms(c["replayed_ms"]),
+        "error": lambda c: _pct(c["error_pct"]),
+        "Daydream's": lambda c: _pct(c["daydream_error_pct"]),
+        "clocks not aligned": lambda c: _pct(c["unaligned_error_pct"]),
+        "noise floor": lambda c: _pct(c["noise_floor_pct"], ""),
+        "runs": lambda c: str(c["runs"]),
+        "while capturing": lambda c: _pct(c["capture_overhead_pct"]),
+        "after": lambda c: _pct(c["after_overhead_pct"]),
+    }
+    total = result["summary"]
+    words = f"{total['cells']} cells, {total['failed']} failed"
+    if total["cells"]:
+        words += (
+            f"; absolute error: mean {total['mean_error_pct']:.1f} %, worst {total['worst_error_pct']:.1f} %; "
+            f"Daydream's: mean {total['mean_daydream_error_pct']:.1f} %, worst "
+            f"{total['worst_daydream_error_pct']:.1f} %; clocks not aligned: mean "
+            f"{total['mean_unaligned_error_pct']:.1f} %, worst {total['worst_unaligned_error_pct']:.1f} %"
+        )
+    return Table("accuracy", _document(result, columns, result["cells"], words))
+
+
+def plans_table(result: dict[str, Any]) -> Table:
+    """Of ``benchmarks.accuracy --plans``."""
+    rows = [{**cell, **row} for cell in result["cells"] for row in cell.get("plans", [])]
+    rows += [cell for cell in result["cells"] if "error" in cell]
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        **_IDENTITY,
+        "plan": lambda r: f"{r['plan']} ({r['groups']})",
+        "predicted ms": lambda r: _ms(r["predicted_ms"]),
+        "measured ms": lambda r: _ms(r["measured_ms"]),
+        "error": lambda r: _pct(r["error_pct"]),
+        "less drift": lambda r: _pct(r["ratio_error_pct"]),
+        "default ms": lambda r: _ms(r["default_ms"]),
+        "noise": lambda r: _pct(r["noise_pct"], ""),
+        "Spearman": lambda r: "all level" if r["spearman"] is None else f"{r['spearman']:.2f}",
+    }
+    total = result["summary"]
+    words = f"{total['plans']} plans, {total['failed']} jobs failed"
+    if total["plans"]:
+        words += f"; worst error {total['worst_error_pct']:.1f} %, lowest Spearman {total['lowest_spearman']}"
+    return Table("plans", _document(result, columns, rows, words))
+
+
+def speedup_table(result: dict[str, Any]) -> Table:
+    """Of ``benchmarks.speedup``."""
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        **_IDENTITY,
+        "default ms": lambda c: _ms(c["default_ms"]),
+        "tuned ms": lambda c: _ms(c["tuned_ms"]),
+        "speed-up": lambda c: f"{c['default_ms'] / c['tuned_ms']:.3f}×",
+        "noise": lambda c: _pct(c["noise_pct"], ""),
+        "best of the sweep ms": lambda c: f"{_ms(c['sweep_best_ms'])} ({c['sweep_best']})",
+        "against it": lambda c: f"{c['sweep_best_ms'] / c['tuned_ms']:.3f}×",
+        "Horovod's autotune": lambda c: "–" if c["autotune_speedup"] is None else f"{c['autotune_speedup']:.3f}×",
+        "predicted ms": lambda c: "–" if c["predicted_ms"] is None else _ms(c["predicted_ms"]),
+        "verdict": lambda c: str(c["verdict"]).replace("_", " ").lower(),
+    }
+    total = result["summary"]
+    words = f"{total['cells']} cells, {total['failed']} failed"
+    if total["cells"]:
+        words += (
+            f"; speed-up: median {total['median_speedup']:.3f}×, lowest {total['lowest_speedup']:.3f}×; against the "
+            f"best of the sweep: median {total['median_vs_sweep']:.3f}×, lowest {total['lowest_vs_sweep']:.3f}×"
+        )
+    return Table("speedup", _document(result, columns, result["cells"], words))
+
+
+_IDENTITY: dict[str, Callable[[dict[str, Any]], str]] = {
+    "model": lambda c: str(c["model"]),
+    "by": lambda c: str(c["comm"]),
+    "link": lambda c: str(c["link"]),
+    "hosts": lambda c: f"{c['hosts']}, emulated compute" if c["emulated"] else str(c["hosts"]),
+}
+
+
+def _document(
+    result: dict[str, Any],
+    columns: dict[str, Callable[[dict[str, Any]], str]],
+    rows: Sequence[dict[str, Any]],
+    words: str,
+) -> str:
+    place = result["place"]
+    lines = [f"{place['date']}, commit {place['commit']}, {place['machine']}, {place['seconds']} s. {words}.", ""]
+    lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    for row in rows:
+        if "error" in row:
+            lines.append(f"| {row['model']} | {row['comm']} | failed: {row['error']} |")
+        else:
+            lines.append(f"| {' | '.join(show(row) for show in columns.values())} |")
+    lines += ["", *(f"* {cut}." for cut in result["cuts"].values())]
+    return "\n".join(lines)
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def _pct(value: float, sign: str = "+") -> str:
+    return f"{value:{sign}.1f} %"
+
+
+def main() -> int:
+    """Write the table of a stored result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.add_argument("kind", choices=["accuracy", "plans", "speedup"])
+    parser.add_argument("result", type=Path, help="what the benchmark printed with --json")
+    parser.add_argument("document", type=Path)
+    args = parser.parse_args()
+    make = {"accuracy": accuracy_table, "plans": plans_table, "speedup": speedup_table}[args.kind]
+    try:
+        make(json.loads(args.result.read_text())).into(args.document)
+    except (OSError, ValueError) as error:
+        print(f"tables: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
