@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from dpro.clock.match import match_collectives
 from dpro.errors import TraceError
+from dpro.graph.comm import Run, add_messages
 from dpro.graph.cycles import break_cycles
 from dpro.graph.ddp import CHANNEL
 from dpro.graph.draft import DraftOp, Local
@@ -28,6 +29,7 @@ from dpro.graph.graph import NO_RESOURCE, Bucket, Graph, OpKind, TensorInfo
 from dpro.graph.local import build_local
 from dpro.graph.spans import common_steps, one_clock, span_ns, unprofiled_ns
 from dpro.graph.threads import costly_names
+from dpro.graph.wire import Exchange, read_wire
 from dpro.trace.model import RankTrace
 
 #: No launch takes longer to reach an idle device; a longer gap before a kernel has another cause.
@@ -83,10 +85,20 @@ class _Capture:
         #: names that are ops of their own, the same on all ranks so that their graphs are alike
         self.names: set[str] = set().union(*map(costly_names, traces))
         self.shared = match_collectives(self.clock.traces)
+        self.span_ns = span_ns(self.clock, list(range(min(t.steps for t in traces))))
+        self.wire = read_wire(self.clock.traces, self.shared)
+        #: (trace, row of a collective) -> its messages, where they are to be ops
+        self.exchanges: dict[tuple[int, int], Exchange] = {}
+        for c, exchange in self.wire.exchanges.items() if self.wire and messages else ():
+            self.exchanges.update({(i, row): exchange for i, row in enumerate(self.shared[c].tolist()) if row >= 0})
 
     def graph(self, step: int) -> Graph:
         graph = _Assembly(self, step).graph
         graph.info["clock"] = self.clock.facts
+        if self.wire:
+            graph.info["messages"] = self.wire.facts(
+                [_rank(t, i) for i, t in enumerate(self.clock.traces)], self.span_ns
+            )
         graph.warnings[:0] = self.clock.warnings
         return graph
 
@@ -96,6 +108,7 @@ class _Assembly:
 
     def __init__(self, capture: _Capture, step: int) -> None:
         self.traces = traces = capture.clock.traces
+        self.exchanges = capture.exchanges
         self.graph = Graph()
         self.world_size = max(len(traces), *(trace.meta.world_size for trace in traces))
         windows = [(int(t.step_bounds[step, 0]), int(t.step_bounds[step, 1])) for t in traces]
@@ -109,6 +122,7 @@ class _Assembly:
         for local, late in zip(self.locals, self.late, strict=True):
             _skip_ahead(local, -late)
         self.ids: dict[int, int] = {}  # id(draft) -> op, what successors of the draft depend on
+        self.bodies: dict[int, list[int]] = {}  # id(draft) -> all ops of a collective that is more than one
         graph = self.graph
         graph.ranks = len(traces)
         for trace in traces:
@@ -180,10 +194,13 @@ class _Assembly:
         graph = self.graph
         shared = {id(op) for group in joined for op in group}
         grouped = {id(op) for group in groups for op in group}
+        runs = [run for group in groups if (run := self._run(group)) is not None]
+        seen = {id(op) for run in runs for op in run.drafts.values()}
+        groups = [group for group in groups if not seen.intersection(map(id, group))]
         self._common_ends(groups)
         drafts = [(i, op) for i, local in enumerate(self.locals) for op in local.ops]
         times: list[int] = []  # measured start by op id
-        arrivals: dict[int, int] = {}
+        entries: dict[int, list[int]] = {}  # id(draft) -> ops that start when it does, if not the op it ends with
         alone = 0
         for i, op in drafts:
             local = self.locals[i]
@@ -191,10 +208,10 @@ class _Assembly:
             if id(op) not in grouped:
                 self.ids[id(op)] = self._plain(i, op)
             elif op.resource != CHANNEL:
-                arrivals[id(op)] = graph.add_op(
+                entries[id(op)] = [graph.add_op(
                     f"arrive {op.name}", OpKind.LOCAL, resource=graph.resource(op.resource),
                     gap=op.gap(local.begin), rank=local.rank,
-                )  # fmt: skip
+                )]  # fmt: skip
             else:
                 continue
             times.append(op.start)
@@ -202,19 +219,38 @@ class _Assembly:
         for group in groups:
             previous_end = self._transfer(group, previous_end)
             times.append(self._launched(group))
+        edges: set[tuple[int, int]] = set()
+        for run, added in zip(runs, add_messages(graph, runs, [x.rank for x in self.locals]), strict=True):
+            times += added.times
+            edges |= added.edges
+            for i, op in run.drafts.items():
+                self.ids[id(op)], self.bodies[id(op)], entries[id(op)] = added.leave[i], added.ops, added.entries[i]
         if alone and self.world_size > 1:
             graph.warnings.append(f"{alone} collective(s) seen by one rank only: waiting for its peers is inside")
-        edges: set[tuple[int, int]] = set()
         for _, op in drafts:
-            me = arrivals.get(id(op), self.ids[id(op)])
-            edges.update((self.ids[id(p)], me) for p in op.preds if id(p) in self.ids)
-            if id(op) in arrivals:
-                edges.add((me, self.ids[id(op)]))
+            last = self.ids[id(op)]
+            for me in entries.get(id(op), [last]):
+                edges.update((self.ids[id(p)], me) for p in op.preds if id(p) in self.ids)
+                if op.resource != CHANNEL and me != last:
+                    edges.add((me, last))
         broken = break_cycles(times, edges)
         if broken:
             graph.warnings.append(f"{broken} dependencies that closed a cycle were dropped")
         for src, dst in sorted(edges):
             graph.add_edge(src, dst)
+
+    def _run(self, group: list[DraftOp | None]) -> Run | None:
+        """The messages of a collective on the host, where all are known."""
+        members = {i: op for i, op in enumerate(group) if op is not None}
+        found = {id(e): e for i, op in members.items() if (e := self.exchanges.get((i, op.collective)))}
+        if len(found) != 1 or any(op.resource != CHANNEL for op in members.values()):
+            return None
+        [exchange] = found.values()
+        if members.keys() != {piece.sender for piece in exchange.pieces}:
+            return None  # a member has it in another step
+        run = Run(exchange, members, {i: _arrived(op) for i, op in members.items()})
+        run.settle()
+        return run
 
     def _plain(self, index: int, op: DraftOp) -> int:
         local = self.locals[index]
@@ -292,13 +328,17 @@ class _Assembly:
             graph.in_op.update({(local.rank, t): self.ids[id(op)] for t, op in local.ins.items()})
         graph.set_buckets(
             [
-                Bucket(tuple(b.members), sum(graph.tensors[t].nbytes for t in b.members), (self.ids[id(b.run)],))
+                Bucket(
+                    tuple(b.members),
+                    sum(graph.tensors[t].nbytes for t in b.members),
+                    tuple(self.bodies.get(id(b.run), [self.ids[id(b.run)]])),
+                )
                 for b in first.buckets
                 if b.run is not None
             ]
         )
         for bucket in graph.buckets:
-            graph.set(bucket.ops[0], "nbytes", bucket.nbytes)
+            graph.set(bucket.ops[-1], "nbytes", bucket.nbytes)  # the op at its end stands for all of it
         if any(len(x.outs) != len(first.outs) for x in self.locals):
             graph.warnings.append("ranks differ in the number of gradients")
 

@@ -5,11 +5,12 @@ Everything behind :func:`one_clock` reads times of different ranks as times of o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from dpro.clock.ends import align_on_ends
+from dpro.clock.align import align
 from dpro.errors import TraceError
 from dpro.trace.model import RankTrace
 from dpro.trace.steps import step_finish_ns, used_steps
@@ -32,23 +33,27 @@ class OneClock:
 
     traces: list[RankTrace]
     aligned: bool
-    facts: list[dict[str, int]]
+    facts: list[dict[str, Any]]
     warnings: list[str]
 
 
-def one_clock(traces: list[RankTrace], align: bool = True) -> OneClock:
-    """The traces on the clock of the first; with ``align=False`` as they are, to see what alignment is worth."""
-    if not align:
+def one_clock(traces: list[RankTrace], aligned: bool = True) -> OneClock:
+    """The traces on the clock of the first; with ``aligned=False`` as they are, to see what alignment is worth."""
+    if not aligned:
         return OneClock(traces, False, [], [])
-    found = align_on_ends(traces)
-    moved = [replace(trace, columns=dict(trace.columns)) for trace in traces]
-    for trace, offset in zip(moved, found.offsets_ns, strict=True):
-        trace.shift(offset)
+    found = align(traces)
     facts = [
-        {"rank": trace.meta.rank, "offset_ns": offset, "uncertainty_ns": spread}
-        for trace, offset, spread in zip(traces, found.offsets_ns, found.spread_ns, strict=True)
+        {
+            "rank": trace.meta.rank,
+            "offset_ns": found.offset_ns[i],
+            "drift_ppm": found.drift_ppm[i],
+            "uncertainty_ns": found.uncertainty_ns[i],
+            "residual_ns": found.residual_ns[i],
+            "source": found.source[i],
+        }
+        for i, trace in enumerate(traces)
     ]
-    return OneClock(moved, True, facts, [])
+    return OneClock(found.apply(traces), True, facts, found.warnings)
 
 
 def common_steps(traces: list[RankTrace]) -> tuple[list[int], list[str]]:
