@@ -47,7 +47,7 @@ class Capture(StepCapture):
         self._named = sorted((str(optimizer._parameter_names[p]), p) for p in params)
         self._number = {p: i for i, (_, p) in enumerate(self._named)}
         self._of_handle: dict[Any, Sequence[int]] = {}
-        #: (name, gradient, start, end), CLOCK_MONOTONIC ns; the gradient is -1 where it is all of them
+        #: (name, gradient, start, end), CLOCK_MONOTONIC ns
         self._spans: list[tuple[str, int, int, int]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         super().__init__(usual_s, on_gpu=bool(params) and params[0].is_cuda)
@@ -61,19 +61,19 @@ class Capture(StepCapture):
         self._wrap(optimizer, "_allreduce_grad_async", self._submitting)
         if hasattr(optimizer, "_grouped_allreduce_grad_async"):
             self._wrap(optimizer, "_grouped_allreduce_grad_async", self._submitting)
-        self._wrap(optimizer, "synchronize", self._synchronizing)
         self._wrap(hvd_optimizer, "synchronize", self._waiting)
         if hvd.rank() == 0 and os.environ.get("HOROVOD_TIMELINE") == "DYNAMIC":
             self._folder = tempfile.TemporaryDirectory(prefix="dpro-")
-            hvd.start_timeline(self._timeline_file(self._folder))
-            self._handles.append(_Undo(hvd.stop_timeline))
+            with contextlib.suppress(ValueError):  # the variable was set after hvd.init()
+                hvd.start_timeline(self._timeline_file(self._folder))
+                self._handles.append(_Undo(hvd.stop_timeline))
 
     def _complete(self, trace: RankTrace) -> RankTrace:
         meta = trace.meta
         meta.rank, meta.world_size = hvd.rank(), hvd.size()
         meta.framework = f"horovod {horovod.__version__}, torch {torch.__version__}"
         meta.source = "horovod_torch"
-        meta.extra["graph_info"] = {"cycle_ns": round(_cycle_ms() * 1e6)}
+        meta.extra["graph_info"] = {"negotiated": True, "cycle_ns": round(_cycle_ms() * 1e6)}
         main = trace.resources[_main_resource(trace)]
         more = TraceBuilder(meta)
         for name, number, start, end in self._spans:
@@ -144,16 +144,6 @@ class Capture(StepCapture):
                 end = time.monotonic_ns()
                 waited = self._of_handle.pop(handle, ())
                 self._spans += [(timelines.WAIT, number, start, end) for number in waited]
-
-        return synchronize
-
-    def _synchronizing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def synchronize(*args: Any, **kwargs: Any) -> Any:
-            start = time.monotonic_ns()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._spans.append(("horovod::synchronize", -1, start, time.monotonic_ns()))
 
         return synchronize
 

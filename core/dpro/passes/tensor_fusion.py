@@ -109,7 +109,7 @@ class TensorFusion:
     """Regroup the gradients of a graph. A candidate is a :data:`Grouping`; see the module text."""
 
     name = "tensor_fusion"
-    knobs = frozenset({Knob.BUCKET_LIST, Knob.BUCKET_CAP})
+    knobs = frozenset({Knob.BUCKET_LIST, Knob.BUCKET_CAP, Knob.GROUPS})
 
     def __init__(self) -> None:
         self._wiring: WeakKeyDictionary[Graph, _Wiring] = WeakKeyDictionary()

@@ -1,4 +1,5 @@
-"""The search for better DDP settings: propose by dynamic programming and dPRO's Theorem 2, let the replay decide.
+"""The search for better DDP buckets and Horovod groups: dynamic programming and dPRO's Theorem 2 propose, the replay
+decides.
 
 dPRO's Algorithm 1 walks the critical path for ops worth fusing. Buckets are one chain of few links, so here all
 of them are candidates and no path is followed.
@@ -32,8 +33,8 @@ from dpro.search.defaults import HAND_TRIED_CAPS_MIB
 from dpro.search.judge import Judge, Verdict
 from dpro.search.tensor_fusion import Cuts, best_cuts, neighbours
 
-#: Either lets buckets be changed.
-FUSION = frozenset({Knob.BUCKET_LIST, Knob.BUCKET_CAP})
+#: Any of them lets it be changed what is synchronised together.
+FUSION = frozenset({Knob.BUCKET_LIST, Knob.BUCKET_CAP, Knob.GROUPS})
 #: Replays granted to the dynamic programme's proposals, and to each round of hill climbing.
 JUDGED_PROPOSALS = 50
 JUDGED_NEIGHBOURS = 16
@@ -82,12 +83,15 @@ def optimize(
     time_budget_s: float = 10.0,
     top: int = 3,
 ) -> SearchResult:
-    """Find the DDP bucket caps that make the replayed step shortest.
+    """Find the DDP bucket caps, or the Horovod groups, that make the replayed step shortest.
 
     Returns up to ``top`` plans that differ: the best list of caps, the best uniform cap, and further ones
     with a clearly different number of buckets within 3 % of the best. With :attr:`Knob.BUCKET_CAP` alone
     only uniform caps are considered; with :attr:`Knob.BUCKET_VIEW` and :attr:`Knob.BATCHED_COPY` the best
-    is also offered with DDP's other ways to copy gradients, where they save time.
+    is also offered with DDP's other ways to copy gradients, where they save time. With :attr:`Knob.GROUPS`
+    plans have groups and no caps. A group may be any set of gradients, but in a queue served in the order in
+    which groups are complete nothing is gained by holding an early gradient back for a late group while a later
+    one goes ahead of it: runs of the ready order are all there is to search.
     ``result.stopped`` says why the search ended.
 
     ``graph.info["sync"]`` is the cost of a bucket; without it, it is fitted to the captured buckets (no host
@@ -108,7 +112,7 @@ def optimize(
         baseline_ns = judge.step_ns(captured(graph))
         if knobs & FUSION:
             _sweep_uniform(judge)
-        if Knob.BUCKET_LIST in knobs:
+        if knobs & {Knob.BUCKET_LIST, Knob.GROUPS}:
             _search_lists(judge)
         stopped = "time budget" if judge.out_of_time() else "no improvement left"
         better = [v for v in judge.verdicts.values() if v.step_ns < baseline_ns]
@@ -268,11 +272,12 @@ def _candidate(
 ) -> Candidate:
     caps = [cap / MIB for cap in verdict.caps_bytes]
     count = len(verdict.grouping)
-    buckets = f"{count} bucket{'s' * (count > 1)}"
+    grouped = Knob.GROUPS in knobs
+    buckets = f"{count} {'group' if grouped else 'bucket'}{'s' * (count > 1)}"
     sizes = [sum(graph.tensors[t].nbytes for t in group) / MIB for group in verdict.grouping]
     name = (
         f"{buckets} of {min(sizes):.2g} to {max(sizes):.3g} MiB"
-        if len(caps) > 1
+        if len(caps) > 1 or grouped
         else f"uniform {caps[0]:.4g} MiB, {buckets}"
     )
     if len(caps) == 1 and Knob.BUCKET_CAP not in knobs:
@@ -280,7 +285,7 @@ def _candidate(
     plan = Plan(
         fingerprint=dict(fingerprint),
         tensor_groups=[[graph.tensors[t].name for t in group] for group in verdict.grouping],
-        bucket_caps=caps,
+        bucket_caps=None if grouped else caps,
         predicted_ms=verdict.step_ns / 1e6,
         baseline_ms=baseline_ns / 1e6,
     )
