@@ -19,6 +19,7 @@ import numpy as np
 from dpro.graph.ddp import CHANNEL
 from dpro.graph.draft import DraftBucket, DraftOp, Local
 from dpro.graph.graph import OpKind
+from dpro.trace import horovod_wire
 from dpro.trace.horovod import GROUP, SUBMIT, WAIT, bounds, collective_row, merged
 from dpro.trace.model import EventKind, RankTrace, TraceBuilder
 
@@ -103,16 +104,25 @@ def _spans(trace: RankTrace, local: Local) -> list[tuple[str, int, int, int]]:
 
 
 def with_responses(traces: list[RankTrace]) -> list[RankTrace]:
-    """Traces in which every rank has its COLLECTIVE rows, where one of them has.
+    """Traces in which every rank has its COLLECTIVE rows: from its timeline, else from its wire.
 
-    They are that one's, moved to the other's clock by what must be (:func:`~dpro.trace.horovod.bounds`):
-    nothing is reduced before it was handed in, and the main thread, which spins while it waits, goes on within
-    microseconds of a response's end.
+    A rank that has neither, or sees other responses than the first that has, is told by that one: its rows, moved
+    to the rank's clock by what must be (:func:`~dpro.trace.horovod.bounds`). Nothing is reduced before it was
+    handed in, and the main thread, which spins while it waits, goes on within microseconds of a response's end.
     """
-    leader = next((t for t in traces if is_horovod(t) and _rows(t)), None)
+    if not all(map(is_horovod, traces)):
+        return traces
+    seen = [t if _rows(t) else horovod_wire.with_responses(t, len(traces)) for t in traces]
+    leader = next((t for t in seen if _rows(t)), None)
     if leader is None:
         return traces
-    return [t if _rows(t) or not is_horovod(t) else _told(t, leader) for t in traces]
+    known = _contents(leader)
+    return [new if _contents(new) == known else _told(old, leader) for new, old in zip(seen, traces, strict=True)]
+
+
+def _contents(trace: RankTrace) -> list[set[str]]:
+    """Names of the gradients in every response."""
+    return [{trace.tensors[t].name for t in trace.collectives[row].tensors} for row in _rows(trace)]
 
 
 def _rows(trace: RankTrace) -> list[int]:

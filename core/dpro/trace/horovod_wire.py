@@ -1,0 +1,143 @@
+"""Horovod's responses told by what its background thread moved, where no timeline says it.
+
+The thread goes round in cycles. Each begins with an all-reduce of a few words, the bits of the tensors that
+every rank has handed in (``response_cache.cc``); then all of those go as one response, as far as they
+fit. Between two such exchanges lies one response, and its bytes say how many of the gradients in the order of
+hand-in it took. What is too small to be told from the bits is counted to the response after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dpro.trace.horovod import GROUP, SUBMIT, WAIT, collective_row, merged, spans
+from dpro.trace.model import Collective, EventKind, RankTrace, TraceBuilder
+
+_HEADER_BYTES = 48  # of a gloo frame
+#: Bits of status in front of those of the tensors (``response_cache.h``).
+_STATUS_BITS = 3
+#: A run whose bytes differ by more than this from what was handed in holds something else.
+_TOLERANCE = 0.01
+_CYCLE_NS = 1_000_000
+
+
+@dataclass
+class _Run:
+    """Payload between two exchanges of bits: when the bits were there, when they were asked for again; ns."""
+
+    begun: int
+    start: int
+    end: int
+    again: int
+    nbytes: int
+
+
+def with_responses(trace: RankTrace, members: int) -> RankTrace:
+    """``trace`` with a COLLECTIVE row for every response that its wire rows show; as it is where they show none.
+
+    Args:
+        trace: with rows for gradients that were handed in and waited for, and for payload sent and received.
+        members: ranks of the ring.
+    """
+    runs = _runs(trace)
+    submitted, waited = _in_order(trace, SUBMIT), _in_order(trace, WAIT)
+    sizes = np.array([tensor.nbytes for tensor in trace.tensors], dtype=np.int64)
+    share = 2 * (members - 1) / members  # round a ring of n, each rank receives 2 (n - 1) / n of the bytes
+    cycle_ns = int(trace.meta.extra.get("graph_info", {}).get("cycle_ns", _CYCLE_NS))
+    builder = TraceBuilder(trace.meta)
+    missed = sequence = 0
+    for begin, end in trace.step_bounds.tolist():
+        pending = [(at, t) for at, t in submitted if begin <= at < end]
+        had = {t: at for at, t in waited if begin <= at < end}
+        carried: _Run | None = None  # what fits nothing may be a part of what follows
+        for run in (run for run in runs if begin <= run.start < end):
+            if carried is not None:
+                run = _Run(carried.begun, carried.start, run.end, run.again, carried.nbytes + run.nbytes)
+            ready = [t for at, t in pending if at <= run.start]
+            took = _taken(share * sizes[ready].astype(np.float64), run.nbytes)
+            if took is None:
+                carried = run
+                continue
+            carried = None
+            numbers = ready[took]
+            handed = max(at for at, t in pending if t in numbers)
+            pending = [(at, t) for at, t in pending if t not in numbers]
+            # after copying out, the thread asks for bits again, at once where the cycle's time is over
+            over = run.again if run.again - run.begun > cycle_ns else run.end
+            over = max(run.end, min([over, *(had[t] for t in numbers if t in had)]))
+            sequence = _add(builder, trace, numbers, sizes, (min(max(run.begun, handed), run.start), over), sequence)
+        missed += bool(pending)
+    if missed:
+        trace.warnings.append(f"{missed} step(s) with gradients whose way over the wire could not be told")
+    return merged(trace, builder) if len(builder) else trace
+
+
+def _add(
+    builder: TraceBuilder,
+    trace: RankTrace,
+    numbers: list[int],
+    sizes: npt.NDArray[np.int64],
+    span: tuple[int, int],
+    sequence: int,
+) -> int:
+    """Rows for what ran in ``span``: a response for each dtype, one after another. Returns the next number."""
+    by_dtype: dict[str, list[int]] = {}
+    for t in numbers:
+        by_dtype.setdefault(trace.tensors[t].dtype, []).append(t)
+    total, at, start = int(sizes[numbers].sum()), 0, span[0]
+    for dtype, some in by_dtype.items():
+        nbytes = int(sizes[some].sum())
+        at += nbytes
+        end = span[0] + round((span[1] - span[0]) * at / total)
+        facts = Collective("allreduce", GROUP, sequence, dtype=dtype, tensors=tuple(some))
+        collective_row(builder, facts, start, end, nbytes)
+        start, sequence = end, sequence + 1
+    return sequence
+
+
+def _taken(nbytes: npt.NDArray[np.float64], moved: int) -> slice | None:
+    """Which of the gradients that were ready (bytes each, by hand-in) add up to what was moved: a run of them.
+
+    All ranks must have handed in; where ranks differ in their order, the first ready may have to stay behind.
+    """
+    until = np.concatenate([[0.0], np.cumsum(nbytes)])
+    for first in range(len(nbytes)):
+        last = int(np.argmin(np.abs(until - until[first] - moved)))
+        if last > first and abs(until[last] - until[first] - moved) <= _TOLERANCE * moved + _HEADER_BYTES:
+            return slice(first, last)
+    return None
+
+
+def _in_order(trace: RankTrace, name: str) -> list[tuple[int, int]]:
+    """(end, gradient) of the rows called ``name``, by time."""
+    return sorted((end, t) for t, (_, ends) in spans(trace, name).items() for end in ends.tolist())
+
+
+def _runs(trace: RankTrace) -> list[_Run]:
+    if "payload" not in trace.names:
+        return []
+    # words for the bits of all tensors, and as many again where Horovod keeps a timeline
+    small = 2 * 8 * -(-(len(trace.tensors) + _STATUS_BITS) // 64)
+    payload = trace.name == trace.names.index("payload")
+    sent = np.flatnonzero(payload & (trace.kind == EventKind.SEND))
+    received = np.flatnonzero(payload & (trace.kind == EventKind.RECV))
+    bits = trace.nbytes[sent] <= _HEADER_BYTES + small
+    asked = trace.start[sent[bits]]
+    bulk = sent[~bits]
+    answers = received[trace.nbytes[received] <= small]
+    turns = np.concatenate([asked, [np.iinfo(np.int64).max]])
+    of_send = np.searchsorted(turns, trace.start[bulk], side="right")
+    of_recv = np.searchsorted(turns, trace.end[received], side="right")
+    runs = []
+    for turn in np.unique(of_send).tolist():
+        sends, recvs = bulk[of_send == turn], received[of_recv == turn]
+        start = int(trace.start[sends].min())
+        before = trace.end[answers][trace.end[answers] <= start]
+        begun = int(before.max()) if len(before) else start
+        end = int(max(trace.end[sends].max(), trace.end[recvs].max(initial=0)))
+        again = int(turns[turn]) if turn < len(asked) else end
+        runs.append(_Run(begun, start, end, max(again, end), int(trace.nbytes[recvs].sum())))
+    return runs
