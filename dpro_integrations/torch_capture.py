@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from dpro.clock.identity import CLOCK_ID, clock_id
-from dpro.trace import kineto
+from dpro.trace import kineto, wire
 from dpro.trace.model import RankTrace, Tensor
 from dpro_integrations.torch_forward import ForwardHook
 from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
@@ -66,6 +66,7 @@ class StepCapture:
         self._deadline = 0.0
         plain_ns = _probe_ns()
         self._restore: Callable[[], None] | None = None
+        self._tap: wire.Tap | None = None
         self._profiler: profile | None = profile(activities=_activities(on_gpu))
         self._profiler.start()
         try:
@@ -74,6 +75,8 @@ class StepCapture:
             self._attach()
             self._clock_pair = clock_pair_ns()
             self._host = HostLoad()
+            if not on_gpu:  # there gradients go by NCCL, past every socket call
+                self._tap = wire.Tap()
             self._open_step()
         except BaseException:
             self.abort()
@@ -117,7 +120,8 @@ class StepCapture:
         trace.meta.event_overhead_ns = self._event_overhead_ns
         trace.meta.contention = contention
         trace.tensors = self._tensors()
-        return self._complete(trace)
+        trace = self._complete(trace)
+        return self._tap.add_to(trace) if self._tap is not None else trace
 
     def abort(self) -> None:
         """Detach, keep nothing. Never raises."""
@@ -171,6 +175,8 @@ class StepCapture:
     def _detach(self) -> None:
         """Everything off, whatever fails on the way."""
         with contextlib.ExitStack() as undo:  # runs all of it, last in first out, and raises at the end
+            if self._tap is not None:
+                undo.callback(self._tap.stop)
             profiler, self._profiler = self._profiler, None
             if profiler is not None:
                 undo.callback(profiler.stop)

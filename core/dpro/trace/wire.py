@@ -134,6 +134,42 @@ def append(trace: RankTrace, events: Events) -> RankTrace:
     )
 
 
+class Tap:
+    """A capture in a job that goes on whatever happens: nothing here raises, trouble costs the rows alone.
+
+    Traces from construction to :meth:`stop`.
+    """
+
+    def __init__(self, libraries: Sequence[str] | None = None) -> None:
+        self._open = contextlib.ExitStack()
+        self._seen = Seen()
+        self._trouble = ""
+        try:
+            self._seen = self._open.enter_context(capture(libraries))
+        except Exception as error:
+            self._trouble = f"{type(error).__name__}: {error}"
+
+    def stop(self) -> None:
+        """Detach; safe to call twice."""
+        try:
+            self._open.close()
+        except Exception as error:
+            self._trouble = f"{type(error).__name__}: {error}"
+
+    def add_to(self, trace: RankTrace) -> RankTrace:
+        """``trace`` with the rows, or with a warning that says why there are none."""
+        why = self._trouble or self._seen.why
+        if not why and self._seen.dropped:
+            why = f"{self._seen.dropped} more than there is room for"
+        if not why:
+            try:
+                return append(trace, self._seen.events)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+        trace.warnings.append(f"messages on the wire not recorded: {why}")
+        return trace
+
+
 # -- parts -----------------------------------------------------------------------------------------
 
 _NOTHING: dict[str, Any] = {
