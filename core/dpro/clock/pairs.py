@@ -153,7 +153,7 @@ def estimate(first: int, second: int, evidence: Evidence, window: Window) -> Pai
         source = "ends" if len(evidence.ends) else "bound"
     if not (len(low) or len(high) or len(evidence.ends)):
         return None
-    known = [int(low[:, 1].max())] * (len(low) > 0) + [int(high[:, 1].min())] * (len(high) > 0)
+    known = [int(extreme(side[:, 1])) for side, extreme in ((low, np.max), (high, np.min)) if len(side)]
     known = known or [int(np.median(evidence.ends[:, 1]))]
     zero = np.array([reference, sum(known) // len(known)], dtype=np.int64)
     times = [float(t - reference) for t in window]

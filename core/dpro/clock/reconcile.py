@@ -21,7 +21,7 @@ from dpro.clock.pairs import Pair, Window
 
 Floats = npt.NDArray[np.float64]
 
-#: what giving way by 1 ns costs, in units of the weighted deviation of a pair known to 1 ns
+#: what giving way costs, against as large a deviation from the pair known best
 _SLACK_COST = 1e3
 #: clocks are read, and corners rounded, no better than this
 _TOLERANCE_NS = 1_000
@@ -94,52 +94,43 @@ def _broken_ns(pair: Pair, lines: Sequence[Line]) -> float:
 def _solve(pairs: Sequence[Pair], lines: Sequence[Line], windows: Sequence[Window]) -> tuple[list[Line], float]:
     """Corrected lines, and by how much the bounds had to give way, ns.
 
-    Unknown are, for every clock but the first, corrections in ns at its reference and at the end of its window.
+    Unknown are, per clock, corrections at its reference and what is added at the end of its window; in us, of the
+    size of the weights and bounds, or the solver is inaccurate.
     """
     import cvxpy
 
     n = len(lines)
     half = [max(1.0, (b - a) / 2) for a, b in windows]
 
-    def row(pair: Pair, t: int, difference: int) -> tuple[Floats, float]:
-        """What the second clock says at ``t`` less what the first does ``difference`` later: linear and constant."""
-        out = np.zeros(2 * n)
-        constant = 0
+    def ahead_us(pair: Pair, t: int, difference: int) -> Floats:
+        """How far the second clock at ``t`` is ahead of the first ``difference`` later: coefficients, constant last."""
+        out = np.zeros(2 * n + 1)
         for k, at, sign in ((pair.second, t, 1), (pair.first, t + difference, -1)):
             out[2 * k] += sign
             out[2 * k + 1] += sign * (at - lines[k].reference_ns) / half[k]
-            constant += sign * lines[k](at)
-        return out, float(constant)
+            out[-1] += sign * (lines[k](at) - t) / 1e3  # less t: floats don't hold ns since the epoch
+        return out
 
-    said = [
-        (row(p, t, p.line(t) - t), 1 / max(p.uncertainty_ns, _LEAST_UNCERTAINTY_NS))
-        for p in pairs
-        for t in windows[p.second]
-    ]
-    bounds = []  # sign · (what the second says less the first) >= 0, give way by slack
-    for pair in pairs:
-        for side, sign in ((pair.low, 1.0), (pair.high, -1.0)):
-            for t, difference in side.tolist():
-                linear, constant = row(pair, t, difference)
-                bounds.append((sign * linear, sign * constant + pair.slack_ns + 1.0))
-    unknown = cvxpy.Variable(2 * n)
-    slack = cvxpy.Variable(nonneg=True)
-    weights = np.array([weight for _, weight in said])
-    deviation = np.array([r[0] for r, _ in said]) @ unknown + np.array([r[1] for r, _ in said])
-    constraints = [unknown[:2] == 0]
-    if bounds:
-        constraints.append(np.array([b[0] for b in bounds]) @ unknown + np.array([b[1] for b in bounds]) + slack >= 0)
+    said = np.stack([ahead_us(p, t, p.line(t) - t) for p in pairs for t in windows[p.second]])
+    sure = np.array([max(p.uncertainty_ns, _LEAST_UNCERTAINTY_NS) / 1e3 for p in pairs for _ in range(2)])
+    weights = sure.min() / sure
+    given = [np.append(np.zeros(2 * n), pair.slack_ns / 1e3) for pair in pairs]
+    bounds = np.stack(
+        [ahead_us(p, t, d) + free for p, free in zip(pairs, given, strict=True) for t, d in p.low.tolist()]
+        + [free - ahead_us(p, t, d) for p, free in zip(pairs, given, strict=True) for t, d in p.high.tolist()]
+    )
+    unknown, slack = cvxpy.Variable(2 * n), cvxpy.Variable(nonneg=True)
+    deviation = said[:, :-1] @ unknown + said[:, -1]
     problem = cvxpy.Problem(
-        cvxpy.Minimize(cvxpy.norm1(cvxpy.multiply(weights, deviation)) + _SLACK_COST * weights.max() * slack),
-        constraints,
+        cvxpy.Minimize(cvxpy.norm1(cvxpy.multiply(weights, deviation)) + _SLACK_COST * slack),
+        [unknown[:2] == 0, bounds[:, :-1] @ unknown + bounds[:, -1] + slack >= 0],
     )
     problem.solve()
     if unknown.value is None:
         raise ArithmeticError(problem.status)
-    corrections = np.asarray(unknown.value).reshape(n, 2)
+    corrections = np.asarray(unknown.value).reshape(n, 2) * 1e3
     better = [
         Line(line.offset_ns + round(c[0]), line.drift + c[1] / h, line.reference_ns)
         for line, c, h in zip(lines, corrections.tolist(), half, strict=True)
     ]
-    better[0] = lines[0]
-    return better, float(slack.value)
+    return [lines[0], *better[1:]], float(slack.value) * 1e3
