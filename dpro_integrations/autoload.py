@@ -2,7 +2,7 @@
 
 Imported by a ``.pth`` file when Python starts and ``DPRO`` is set. It imports no framework: it
 waits for the job to import ``torch.nn.parallel.distributed``, then watches the constructor of
-``DistributedDataParallel`` and the optimizers' steps.
+``DistributedDataParallel`` and the optimizers' steps. For Horovod see ``horovod_autoload``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from typing import Any
 
 from dpro.settings import active
 
-_TARGET = "torch.nn.parallel.distributed"
-
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; lets the real finder load the target, then calls :func:`_attach`."""
+    """Finds nothing itself; lets the real finder load ``module``, then calls ``attach`` with it."""
+
+    def __init__(self, module: str, attach: Callable[[ModuleType], None]) -> None:
+        self._module = module
+        self._attach = attach
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        if fullname != _TARGET:
+        if fullname != self._module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
@@ -35,7 +37,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             execute(module)
             try:
-                _attach(module)
+                self._attach(module)
             except Exception as error:  # the job comes first
                 _say(error)
 
@@ -139,9 +141,17 @@ def _say(reason: str | BaseException) -> None:
     step_aside(reason, job_rank())
 
 
-if not active():
-    pass  # the .pth file knows fewer words for "off" than we do
-elif _TARGET in sys.modules:
-    _attach(sys.modules[_TARGET])
-else:
-    sys.meta_path.insert(0, _Finder())
+def _attach_horovod(module: ModuleType) -> None:
+    from dpro_integrations import horovod_autoload
+
+    horovod_autoload.attach(module)
+
+
+_TARGETS = {"torch.nn.parallel.distributed": _attach, "horovod.torch.optimizer": _attach_horovod}
+
+if active():  # the .pth file knows fewer words for "off" than we do
+    for _name, _how in _TARGETS.items():
+        if _name in sys.modules:
+            _how(sys.modules[_name])
+        else:
+            sys.meta_path.insert(0, _Finder(_name, _how))

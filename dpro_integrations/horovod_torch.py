@@ -1,0 +1,289 @@
+"""Horovod for torch: the adapter for one ``DistributedOptimizer``, and :func:`autotune` for a plain loop.
+
+Example: ``examples/horovod_torch.py``. Groups are in ``horovod_groups``, capture in ``horovod_capture``,
+agreement between ranks in ``horovod_exchange``, ends of steps in ``horovod_steps``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import horovod
+import horovod.torch as hvd
+import torch
+from horovod.torch import mpi_ops
+
+from dpro.adapter import Exchange, Knob
+from dpro.errors import DproError, PlanError
+from dpro.outcome import Outcome
+from dpro.plan import Plan
+from dpro.session import Session
+from dpro.settings import Settings, disabled
+from dpro.trace.model import RankTrace
+from dpro.tuner import Tuner
+from dpro_integrations.base import step_aside
+from dpro_integrations.horovod_capture import Capture
+from dpro_integrations.horovod_exchange import join_exchange
+from dpro_integrations.horovod_groups import Groups
+from dpro_integrations.horovod_steps import Steps
+
+#: Optimizers that have or had a tuner. Weak on both sides: neither may live on because it was tuned once.
+_tuned: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Tuner]] = weakref.WeakKeyDictionary()
+_count = 0
+
+
+def is_tuned(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` has or had a tuner."""
+    return optimizer in _tuned
+
+
+@atexit.register
+def _close_all() -> None:
+    """A job that ends in mid-tuning says so, and lets go of the other ranks."""
+    for reference in list(_tuned.values()):
+        # a forked child that ends has copies of the tuners, but is no rank
+        if (tuner := reference()) and tuner.owner_pid == os.getpid():
+            tuner.close()
+
+
+class HorovodTorchAdapter:
+    """:class:`dpro.adapter.Adapter` for one optimizer made by ``hvd.DistributedOptimizer``.
+
+    Args:
+        optimizer: it stays the same object whatever is applied.
+        exchange: how this job's ranks agree.
+    """
+
+    name = "horovod_torch"
+
+    def __init__(self, optimizer: Any, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._optimizer = optimizer
+        self._groups = Groups(optimizer)
+        self._sparse = False
+        # hvd.init() makes a new one of these each time: how to see that Horovod was started anew
+        self._generation = mpi_ops._handle_map
+        self._place = hvd.rank(), hvd.size()
+        self._seen_at = time.monotonic()
+        self._longest_s = 0.0
+        self._capture: Capture | None = None
+
+    def capabilities(self) -> set[Knob]:
+        return set() if self.why_not() else {Knob.GROUPS}
+
+    def why_not(self) -> str:
+        optimizer = self._optimizer
+        if not hasattr(optimizer, "_groups") or optimizer.op not in (hvd.Average, hvd.Sum):
+            return "only gradients that are averaged or summed can be grouped"
+        if optimizer._groups is not None and not self._groups.in_force:
+            return "the job has groups of its own"
+        if optimizer.process_set.process_set_id != 0:
+            return "the optimizer spans only a process set"
+        if optimizer.gradient_predivide_factor != 1.0:
+            return "Horovod's groups ignore gradient_predivide_factor"
+        if not optimizer._grad_accs:
+            return "the optimizer has no hooks on gradients"
+        if not self._groups.in_force and "synchronize" in vars(optimizer):
+            return "the job replaced optimizer.synchronize()"
+        if self._sparse:
+            return "there are sparse gradients, which can't be grouped"
+        if _switched_on("HOROVOD_AUTOTUNE"):
+            return "HOROVOD_AUTOTUNE changes settings meanwhile"
+        if not _switched_on("HOROVOD_DISABLE_GROUP_FUSION"):
+            return "HOROVOD_DISABLE_GROUP_FUSION=1 was not set when Horovod started, so groups would not hold"
+        return ""
+
+    def obstacle(self) -> str:
+        now = time.monotonic()
+        self._longest_s, self._seen_at = max(self._longest_s, now - self._seen_at), now
+        if not hvd.is_initialized() or mpi_ops._handle_map is not self._generation:
+            return "Horovod was shut down or started anew"
+        if (hvd.rank(), hvd.size()) != self._place:
+            return "the job's ranks have changed"
+        if not self._sparse:
+            self._sparse = any(p.grad is not None and p.grad.is_sparse for p in self._parameters().values())
+        return ""
+
+    def fingerprint(self) -> dict[str, str]:
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self._parameters().items()]
+        return {
+            "model": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+            "world_size": str(self.exchange.world_size),
+            "framework": f"horovod {horovod.__version__}, torch {torch.__version__}",
+        }
+
+    def start_capture(self) -> None:
+        self._capture = Capture(self._optimizer, usual_s=self._longest_s)
+
+    def mark_step(self) -> None:
+        if self._capture is not None:
+            self._capture.mark_step()
+
+    def stop_capture(self) -> RankTrace:
+        capture, self._capture = self._capture, None
+        if capture is None:
+            raise RuntimeError("no capture is running")
+        return capture.finish()
+
+    def abort_capture(self) -> None:
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.abort()
+
+    def prepare(self, plan: Plan) -> None:
+        fitting = self.fingerprint()
+        for key, value in plan.fingerprint.items():
+            if fitting.get(key) != value:
+                raise PlanError(f"the plan is for another job: {key} is {fitting.get(key)}, the plan's {value}")
+        if reason := self.why_not():
+            raise PlanError(f"groups can't be changed here: {reason}")
+        foreign = sorted(set(plan.settings()) - {"tensor_groups"})
+        if foreign:
+            raise PlanError(f"Horovod has no setting for {foreign[0]!r} that dpro changes in a running job")
+        if not plan.tensor_groups:
+            raise PlanError("the plan has no tensor_groups")
+        known = self._parameters()
+        for name in (name for group in plan.tensor_groups for name in group):
+            if name not in known:
+                raise PlanError(f"the optimizer has no parameter {name!r}")
+
+    def apply(self, plan: Plan) -> None:
+        self.prepare(plan)
+        known = self._parameters()
+        assert plan.tensor_groups is not None
+        self._groups.set([[known[name] for name in group] for group in plan.tensor_groups])
+
+    def revert(self) -> None:
+        self._groups.clear()
+
+    def checksum(self) -> str:
+        """Over up to 64 values of every parameter: cheap, and any lost update moves it."""
+        digest = hashlib.sha256()
+        for parameter in self._parameters().values():
+            flat = parameter.detach().flatten()
+            picked = flat[:: max(1, flat.numel() // 64)][:64]
+            digest.update(picked.float().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        self.abort_capture()
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Name -> parameter whose gradient Horovod reduces."""
+        optimizer = self._optimizer
+        return {name: p for p, name in optimizer._parameter_names.items() if p in optimizer._requires_update}
+
+
+def _switched_on(variable: str) -> bool:
+    """As Horovod reads its switches: a number over 0."""
+    value = os.environ.get(variable, "0")
+    return value.isdecimal() and int(value) > 0
+
+
+def make_tuner(
+    optimizer: torch.optim.Optimizer,
+    *,
+    on_done: Callable[[Outcome], None] | None = None,
+    plan: str | Path | Plan | None = None,
+    **given: Any,
+) -> Tuner | None:
+    """A tuner for ``optimizer``, or None where there is nothing to tune. Whoever calls it keeps it alive.
+
+    All ranks call it at about the same place: it returns when rank 0 has called it.
+
+    Args:
+        optimizer: made by ``hvd.DistributedOptimizer``.
+        on_done: called with the outcome on every rank.
+        plan: a plan or its file: skips capture and search.
+        given: fields of :class:`dpro.settings.Settings`.
+
+    Raises:
+        DproError: a bad setting or plan file, or a job that this can't tune.
+    """
+    global _count
+    if not hvd.is_initialized():
+        raise DproError("hvd.init() comes first")
+    if not hasattr(optimizer, "_parameter_names"):
+        raise DproError("this optimizer was not made by hvd.DistributedOptimizer")
+    if hvd.size() < 2:
+        if not disabled():
+            Session(Settings(), 0).say("one process only: there is nothing to synchronise, nothing to tune")
+        return None
+    if _switched_on("HOROVOD_ELASTIC"):
+        raise DproError("the job is elastic: its ranks may change while dpro measures")
+    if optimizer in _tuned and (former := _tuned[optimizer]()):
+        former.close()
+    _count += 1  # also where this rank takes no part: the others' next tuner has the same tag as ours
+    exchange = join_exchange(hvd.rank(), hvd.size(), str(_count), _patient(Settings()).timeout_s)
+    try:
+        if disabled():
+            exchange.leave()
+            return None
+        settings = _patient(Settings.from_env(**given))
+        if not isinstance(plan, Plan):
+            file = plan or settings.plan
+            plan = Plan.load(Path(file)) if file else None
+        tuner = Tuner(HorovodTorchAdapter(optimizer, exchange), settings, plan=plan, on_done=on_done)
+    except Exception:
+        exchange.leave()  # whoever does tune need not wait for us
+        raise
+    _tuned[optimizer] = weakref.ref(tuner)
+    return tuner
+
+
+def _patient(settings: Settings) -> Settings:
+    """Never so patient that Horovod ends the job for a stall: a rank waits for 3 of each at one meeting."""
+    try:
+        limit_s = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")) / 8
+    except ValueError:
+        return settings
+    if limit_s <= 0:  # it never does
+        return settings
+    return replace(settings, timeout_s=min(settings.timeout_s, limit_s), search_s=min(settings.search_s, limit_s))
+
+
+def autotune(
+    optimizer: torch.optim.Optimizer,
+    *,
+    on_done: Callable[[Outcome], None] | None = None,
+    plan: str | Path | Plan | None = None,
+    **settings: Any,
+) -> Tuner | None:
+    """Tune a plain training loop: ``tuner = autotune(hvd.DistributedOptimizer(…))``, on every rank.
+
+    Training code stays as it is. The tuner moves on at every ``optimizer.step()``; ``tuner.close()`` at
+    the end is optional. None where there is nothing to tune, or dpro stepped aside (it said why).
+
+    Args:
+        optimizer: made by ``hvd.DistributedOptimizer``; one step of it is one iteration.
+        on_done: called once with the :class:`dpro.tuner.Outcome`, on every rank.
+        plan: a plan file of an earlier run: verified at once, without profiling.
+        settings: fields of :class:`dpro.settings.Settings` (``mode="suggest"``, …).
+    """
+    try:
+        tuner = make_tuner(optimizer, on_done=on_done, plan=plan, **settings)
+    except Exception as error:  # whatever it is, the job goes on
+        step_aside(error, hvd.rank() if hvd.is_initialized() else 0)
+        return None
+    if tuner is not None:
+        follow(tuner, optimizer)
+    return tuner
+
+
+def follow(tuner: Tuner, optimizer: torch.optim.Optimizer) -> None:
+    """Move ``tuner`` at every step of ``optimizer``, until it is done."""
+
+    def stepped() -> None:
+        tuner.step()
+        if tuner.outcome is not None:
+            steps.stop()
+
+    steps = Steps(optimizer, stepped)
