@@ -19,6 +19,7 @@ from dpro.clock.match import match_collectives
 from dpro.clock.messages import Messages, match_messages
 from dpro.clock.pairs import Evidence, Pair, Window, add_ends, estimate, from_messages
 from dpro.clock.reconcile import reconcile
+from dpro.errors import TraceError
 from dpro.trace.model import RankTrace
 
 Rows = npt.NDArray[np.int64]
@@ -68,10 +69,16 @@ class Alignment:
 
 
 def align(traces: Sequence[RankTrace]) -> Alignment:
-    """Find every trace's offset and drift to the first one's clock. Never raises for a strange trace."""
+    """Find every trace's offset and drift to the first one's clock; what is strange in them ends in ``warnings``.
+
+    Raises:
+        TraceError: there are no traces.
+    """
+    if not traces:
+        raise TraceError("traces", "none given")
     messages, shared = match_messages(traces), match_collectives(traces)
     clock_of, warnings = _clocks(traces, messages, shared)
-    count = max(clock_of, default=-1) + 1
+    count = max(clock_of) + 1
     windows = [_window([t for t, c in zip(traces, clock_of, strict=True) if c == k]) for k in range(count)]
     pairs = _pairs(traces, messages, shared, clock_of, windows)
     clocks = reconcile(pairs, windows)
@@ -92,7 +99,7 @@ def align(traces: Sequence[RankTrace]) -> Alignment:
         offset_ns=[line.offset_ns for line in lines],
         drift_ppm=[line.drift * 1e6 for line in lines],
         reference_ns=[line.reference_ns for line in lines],
-        uncertainty_ns=[clocks.uncertainty_ns[k] for k in clock_of],
+        uncertainty_ns=[float(clocks.uncertainty_ns[k]) for k in clock_of],
         residual_ns=_residuals(traces, shared, lines),
         source=[sources[k] for k in clock_of],
         messages=messages,
@@ -163,7 +170,7 @@ def _pairs(
     for pair in pairs:
         _join(joined, pair.first, pair.second)
     members: list[list[int]] = [[i for i, c in enumerate(clock_of) if c == k] for k in range(len(windows))]
-    has = np.stack([(shared[:, m] >= 0).any(axis=1) for m in members], axis=1) if members else np.empty((0, 0), bool)
+    has = np.stack([(shared[:, m] >= 0).any(axis=1) for m in members], axis=1)
     common = has.T.astype(np.int64) @ has.astype(np.int64)
     candidates = [
         (int(common[a, b]), len(seen.get((a, b), Evidence()).low) + len(seen.get((a, b), Evidence()).high), a, b)
