@@ -29,6 +29,7 @@ _TAG_SHARE = 0.9
 #: Links of a ring carry the same bytes, but for headers and the last part's missing elements.
 _ALIKE = 0.02
 _MAX_PARTS = 64
+_NEVER = -(2**60)
 #: What was received is known to the sender at once, but for the order in which two threads read the clock.
 _CAUSAL_NS = 20_000
 
@@ -147,50 +148,71 @@ class _Columns:
 def _attribute(traces: Sequence[RankTrace], shared: Rows, columns: _Columns) -> Rows:
     """Row of ``shared`` per message, -1 where none fits."""
     out = np.full(len(columns.nbytes), -1, dtype=np.int64)
-    for i in range(len(traces)):
-        mine = np.flatnonzero((columns.sender == i) & columns.payload)
-        runs = _Runs(traces[i], shared[:, i])
-        tagged = mine[columns.tag[mine] >= 0]
-        keys, group = np.unique(np.stack([columns.stream[tagged], columns.tag[tagged]]), axis=1, return_inverse=True)
-        for number in range(keys.shape[1]):
-            rows = tagged[group.ravel() == number]
-            out[rows] = runs.of_tag(columns.send_start[rows], columns.nbytes[rows])
-        rest = mine[out[mine] < 0]
-        out[rest] = runs.at(columns.send_start[rest])
-    for i in range(len(traces)):
-        rest = np.flatnonzero((columns.receiver == i) & columns.payload & (out < 0))
-        out[rest] = _Runs(traces[i], shared[:, i]).at(columns.recv_end[rest])
+    runs = [_Runs(trace, shared[:, i]) for i, trace in enumerate(traces)]
+    payload = np.flatnonzero(columns.payload)
+    tagged = payload[columns.tag[payload] >= 0]
+    # A tag is the same on all ranks, so all have a say; process groups count theirs apart, each on streams of its own.
+    for keys in ((columns.tag,), (columns.tag, columns.stream, columns.sender)):
+        rest = tagged[out[tagged] < 0]
+        for rows in _alike(rest, [key[rest] for key in keys]):
+            out[rows] = _of_tag(runs, columns, rows)
+    for times, rank in ((columns.send_start, columns.sender), (columns.recv_end, columns.receiver)):
+        for i, run in enumerate(runs):
+            rest = payload[(rank[payload] == i) & (out[payload] < 0)]
+            out[rest] = run.at(times[rest])
     return out
 
 
+def _alike(rows: Rows, keys: list[Rows]) -> list[Rows]:
+    """``rows`` in groups of equal keys."""
+    if not len(rows):
+        return []
+    _, group = np.unique(np.stack(keys), axis=1, return_inverse=True)
+    order = np.argsort(group.ravel(), kind="stable")
+    return np.split(rows[order], np.flatnonzero(np.diff(group.ravel()[order])) + 1)
+
+
+def _of_tag(runs: list[_Runs], columns: _Columns, rows: Rows) -> int:
+    """The collective in whose runs (nearly) all of these messages were sent and received, -1 none.
+
+    Of several that overlap, the one that began and ended nearest to them on all ranks.
+    """
+    inside, away = np.zeros(len(runs[0].start)), np.zeros(len(runs[0].start))
+    for times, rank in ((columns.send_start, columns.sender), (columns.recv_end, columns.receiver)):
+        for i in np.unique(rank[rows]).tolist():
+            mine = rows[rank[rows] == i]
+            inside += runs[i].bytes_within(times[mine], columns.nbytes[mine])
+            away += np.abs(runs[i].start - times[mine].min()) + np.abs(runs[i].end - times[mine].max())
+    if not len(inside):
+        return -1
+    whole = 2 * int(columns.nbytes[rows].sum())
+    fits = inside >= max(_TAG_SHARE * whole, inside.max() - (1 - _TAG_SHARE) * whole)
+    return int(np.argmin(np.where(fits, away, np.inf))) if fits.any() else -1
+
+
 class _Runs:
-    """When one rank was in which collective."""
+    """When one rank was in which collective: a row for each of ``shared``, out of all time where it was not."""
 
     def __init__(self, trace: RankTrace, rows: Rows) -> None:
-        self.index = np.flatnonzero(rows >= 0)
-        self.start, self.end = trace.start[rows[self.index]], trace.end[rows[self.index]]
+        self.part = np.flatnonzero(rows >= 0)
+        self.start = np.where(rows >= 0, trace.start[rows], _NEVER)
+        self.end = np.where(rows >= 0, trace.end[rows], _NEVER)
 
-    def of_tag(self, times: Rows, nbytes: Rows) -> int:
-        """The collective in whose run (nearly) all of these messages fall; the one that began nearest; -1 none."""
-        if not len(self.index):
-            return -1
+    def bytes_within(self, times: Rows, nbytes: Rows) -> Rows:
+        """Of messages at ``times``, by collective."""
         order = np.argsort(times)
         until = np.concatenate([[0], np.cumsum(nbytes[order])])
-        first = np.searchsorted(times[order], self.start)
-        last = np.searchsorted(times[order], self.end, side="right")
-        inside = until[last] - until[first]
-        near = np.abs(self.start - times[order[0]])
-        best = int(np.lexsort((near, -inside))[0])
-        return int(self.index[best]) if inside[best] >= _TAG_SHARE * until[-1] else -1
+        first, last = (np.searchsorted(times[order], self.start), np.searchsorted(times[order], self.end, side="right"))
+        return np.asarray(until[np.maximum(first, last)] - until[first], dtype=np.int64)
 
     def at(self, times: Rows) -> Rows:
         """The collective that ran at each time (of several the one that began first), -1 none."""
         out = np.full(len(times), -1, dtype=np.int64)
         order = np.argsort(times, kind="stable")
         for slack in (_SLACK_NS, 0):  # runs that only nearly hold a message are overwritten by those that do
-            for k in np.argsort(-self.start, kind="stable").tolist():
-                span = np.searchsorted(times[order], [self.start[k] - slack, self.end[k] + slack])
-                out[order[span[0] : span[1]]] = self.index[k]
+            for c in self.part[np.argsort(-self.start[self.part], kind="stable")].tolist():
+                span = np.searchsorted(times[order], [self.start[c] - slack, self.end[c] + slack])
+                out[order[span[0] : span[1]]] = c
         return out
 
 
@@ -204,13 +226,14 @@ def _link_use(found: Messages, columns: _Columns) -> list[LinkUse]:
         before = np.concatenate([[-(2**62)], np.maximum.accumulate(columns.recv_end[rows])[:-1]])
         sent, done = columns.send_start[rows], columns.recv_end[rows]
         began = np.minimum(np.maximum(sent, before), np.maximum(sent, done))
+        calls = np.unique(columns.send_row[rows], return_index=True)[1]  # the first that was received of each
         out.append(
             LinkUse(
                 sender,
                 receiver,
-                messages=len(np.unique(columns.send_row[rows])),
+                messages=len(calls),
                 nbytes=int(columns.nbytes[rows].sum()),
-                queue_ns=int((began - sent).sum()),
+                queue_ns=int((began - sent)[calls].sum()),
                 transmit_ns=int(np.maximum(0, done - began).sum()),
             )
         )
