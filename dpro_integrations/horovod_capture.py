@@ -73,7 +73,7 @@ class Capture(StepCapture):
         meta.rank, meta.world_size = hvd.rank(), hvd.size()
         meta.framework = f"horovod {horovod.__version__}, torch {torch.__version__}"
         meta.source = "horovod_torch"
-        meta.extra["graph_info"] = {"negotiated": True, "cycle_ns": round(_cycle_ms() * 1e6)}
+        meta.extra["graph_info"] = {"cycle_ns": round(_cycle_ms() * 1e6)}
         main = trace.resources[_main_resource(trace)]
         more = TraceBuilder(meta)
         for name, number, start, end in self._spans:

@@ -82,11 +82,15 @@ def make_plans(
     """Assemble, replay and search; ``blobs`` are the packed traces by rank."""
     from dpro.cost.sync import fit_buckets
     from dpro.graph.assemble import assemble, assemble_steps
+    from dpro.graph.horovod import with_responses
     from dpro.replay.engine import replay
     from dpro.search.critical_path import optimize
 
     traces = [RankTrace.load(io.BytesIO(blob)) for blob in blobs]
-    session.keep_traces({trace.meta.rank: blob for trace, blob in zip(traces, blobs, strict=True)})
+    told = with_responses(traces)
+    kept = [blob if new is old else pack_trace(new) for new, old, blob in zip(told, traces, blobs, strict=True)]
+    traces = told
+    session.keep_traces({trace.meta.rank: blob for trace, blob in zip(traces, kept, strict=True)})
     unprofiled_ms = slowest_rank([trace.meta.unprofiled_step_ns for trace in traces]) / 1e6
     profiled_ms = slowest_rank([trace.meta.extra["profiled_step_ns"] for trace in traces]) / 1e6
     measured_ms, overhead_pct = timing(unprofiled_ms).median_ms, None

@@ -32,11 +32,14 @@ class SyncModel:
 
     ``steal_ns_per_byte``: CPU time that each rank's host thread loses for every byte a collective moves,
     because the library's own threads share its core (gloo). 0 where transfers cost the host nothing.
+    ``delay_ns``: from the last member's readiness to the start on an idle channel, where ranks negotiate what goes
+    next (Horovod's cycle); while the channel is busy that is over before its turn comes.
     """
 
     latency_ns: float
     ns_per_byte: float
     steal_ns_per_byte: float = 0.0
+    delay_ns: float = 0.0
     #: Median of |observed - predicted| / predicted over the observations.
     spread: float = 0.0
     observations: int = 0
@@ -67,6 +70,7 @@ def fit(
     duration_ns: Sequence[float] | npt.NDArray[Any],
     *,
     steal_ns_per_byte: float = 0.0,
+    delay_ns: float = 0.0,
 ) -> SyncModel:
     """Fit a line to transfers: constrained least absolute *relative* deviation.
 
@@ -98,6 +102,7 @@ def fit(
         latency_ns=a,
         ns_per_byte=b,
         steal_ns_per_byte=steal_ns_per_byte,
+        delay_ns=delay_ns,
         spread=float(np.median(np.abs(time - predicted) / predicted)),
         observations=len(size),
         distinct_sizes=len(distinct),
@@ -124,8 +129,10 @@ def fit_buckets(
     """
     sizes: list[float] = []
     times: list[float] = []
+    delays: list[int] = []
     step_bytes = 0
     for graph in graphs:
+        delays += _delays(graph)
         for nbytes, ns in _busy_periods(graph):
             sizes.append(sum(nbytes) / len(nbytes))
             times.append(ns / len(nbytes))
@@ -134,7 +141,31 @@ def fit_buckets(
         sizes,
         times,
         steal_ns_per_byte=steal(contention, steps * step_bytes),
+        delay_ns=float(np.median(delays)) if delays else 0.0,
     )
+
+
+def _delays(graph: Graph) -> list[int]:
+    """ns from readiness to start of every negotiated bucket that found the channel idle."""
+    if not graph.info.get("negotiated"):
+        return []
+    played = replay(graph)
+    row = {op: i for i, op in enumerate(graph.arrays().ids.tolist())}
+    ready_at: dict[int, int] = {}
+    for (_, tensor), op in graph.out_op.items():
+        ready_at[tensor] = max(ready_at.get(tensor, 0), int(played.end[row[op]]))
+    spans = []
+    for bucket in graph.buckets:
+        rows = [row[op] for op in bucket.ops]
+        spans.append(
+            (int(played.start[rows].min()), int(played.end[rows].max()), max(ready_at[t] for t in bucket.tensors))
+        )
+    found, idle_since = [], 0
+    for start, end, ready in sorted(spans):
+        if ready > idle_since:
+            found.append(start - ready)
+        idle_since = max(idle_since, end)
+    return found
 
 
 def _busy_periods(graph: Graph) -> list[tuple[list[int], int]]:

@@ -26,6 +26,7 @@ from dpro.graph.cycles import break_cycles
 from dpro.graph.ddp import CHANNEL
 from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import NO_RESOURCE, Bucket, Graph, OpKind, TensorInfo
+from dpro.graph.horovod import is_horovod, with_responses
 from dpro.graph.local import build_local
 from dpro.graph.spans import common_steps, one_clock, span_ns, unprofiled_ns
 from dpro.graph.threads import costly_names
@@ -81,6 +82,7 @@ class _Capture:
     """What the graphs of all steps are made from."""
 
     def __init__(self, traces: list[RankTrace], align: bool, messages: bool) -> None:
+        traces = with_responses(traces)
         self.clock = one_clock(traces, align)
         #: names that are ops of their own, the same on all ranks so that their graphs are alike
         self.names: set[str] = set().union(*map(costly_names, traces))
@@ -109,6 +111,7 @@ class _Assembly:
     def __init__(self, capture: _Capture, step: int) -> None:
         self.traces = traces = capture.clock.traces
         self.exchanges = capture.exchanges
+        self.negotiated = any(map(is_horovod, traces))
         self.graph = Graph()
         self.world_size = max(len(traces), *(trace.meta.world_size for trace in traces))
         windows = [(int(t.step_bounds[step, 0]), int(t.step_bounds[step, 1])) for t in traces]
@@ -152,6 +155,7 @@ class _Assembly:
             launch_ns=self._launch_cost(),
             main_resource={x.rank: graph.resource(x.main) for x in self.locals},
             channel=CHANNEL,
+            negotiated=self.negotiated,
         )
         self._add_tensors()
 
@@ -285,16 +289,20 @@ class _Assembly:
         """The one op that stands for a joined collective. Returns the end of the host channel's last.
 
         The channel is a queue of one (dPRO: a link is a device), so a transfer on it is charged from
-        the moment that the one before it was through.
+        the moment that the one before it was through. Where ranks negotiate first what to transfer (Horovod),
+        that is a gap, which counts only while nothing else is under way.
         """
         members = _members(group)
-        end, arrival = members[0].end, self._launched(group)
+        end, arrival, gap = members[0].end, self._launched(group), 0
         serial = members[0].resource == CHANNEL
-        if serial:
+        if serial and self.negotiated and arrival > previous_end:
+            gap = max(0, min(min(op.start for op in members), end) - arrival)
+            arrival += gap
+        elif serial:
             arrival = max(arrival, previous_end)
         made = self.graph.add_op(
             members[0].name, OpKind.COLLECTIVE, resource=self.graph.resource(CHANNEL) if serial else NO_RESOURCE,
-            duration=max(0, end - arrival), nbytes=max(op.nbytes for op in members),
+            duration=max(0, end - arrival), gap=gap, nbytes=max(op.nbytes for op in members),
         )  # fmt: skip
         for op in members:
             self.ids[id(op)] = made

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from dpro.clock.identity import CLOCK_ID
 from dpro.graph.ddp import CHANNEL
 from dpro.graph.draft import DraftBucket, DraftOp, Local
 from dpro.graph.graph import OpKind
@@ -136,8 +137,9 @@ def _told(trace: RankTrace, leader: RankTrace) -> RankTrace:
     members = [[numbers[leader.tensors[t].name] for t in f.tensors if leader.tensors[t].name in numbers] for f in facts]
     spans = [(int(leader.start[row]), int(leader.end[row])) for row in rows]
     low, high = bounds(trace, spans, members)
-    same_clock = bool(trace.meta.host) and trace.meta.host == leader.meta.host and low <= 0 <= high
-    offset = 0 if same_clock else high
+    clock = trace.meta.extra.get(CLOCK_ID) or trace.meta.host
+    same = bool(clock) and clock == (leader.meta.extra.get(CLOCK_ID) or leader.meta.host)
+    offset = 0 if same and low <= 0 <= high else high
     builder = TraceBuilder(trace.meta)
     for row, fact, tensors, (start, end) in zip(rows, facts, members, spans, strict=True):
         told = replace(fact, tensors=tuple(tensors))

@@ -8,7 +8,8 @@ grouping. Conventions it relies on and keeps:
   costs, held in the duration of the OUT op of the bucket's last member; ``graph.info["main_resource"]`` maps
   each rank to the id of the host resource that loses time while bytes move.
 * A bucket starts when all its members are ready on all ranks and the bucket before it is done: DDP launches
-  in order, and a channel runs one collective at a time.
+  in order, and a channel runs one collective at a time. Where ``graph.info["negotiated"]`` (Horovod), buckets go in
+  the order in which they are complete, each after the delay of the negotiation.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def add_collective(
         OpKind.COLLECTIVE,
         resource=channel,
         duration=head_ns,
+        gap=round(model.delay_ns),
         tensor=lead,
         nbytes=nbytes,
         after=list(after),
@@ -164,7 +166,7 @@ class TensorFusion:
         for group in candidate:
             nbytes = sum(graph.tensors[t].nbytes for t in group)
             after = wiring.outs(group)
-            if buckets:
+            if buckets and not graph.info.get("negotiated"):
                 after.append(buckets[-1].ops[-1])
             ops = add_collective(graph, group, nbytes, after, wiring.ins(group), model)
             buckets.append(Bucket(tensors=group, nbytes=nbytes, ops=ops))

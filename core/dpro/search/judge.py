@@ -111,7 +111,7 @@ class Judge:
         host = max(begin[0], int(ready[-1]))
         copies = np.concatenate([[0], np.maximum(handed - host, 0)])
         return Timeline(
-            ready_ns=ready,
+            ready_ns=ready + round(graph.info["sync"].delay_ns),
             cum_bytes=self.cum_bytes,
             cum_copy_ns=copies,
             host_ns=float(host),
