@@ -20,9 +20,10 @@ _MEET_S = 60.0
 
 
 class Loop(Protocol):
-    """A job of one rank. ``adapter`` is dpro's, for captures and plans outside a tuner's life."""
+    """A job of one rank. ``model`` is the bare one; ``adapter`` is dpro's, for captures and plans without a tuner."""
 
     rank: int
+    model: torch.nn.Module
     adapter: Adapter
 
     def step(self) -> None:
@@ -54,13 +55,13 @@ class DDPLoop:
         dist.init_process_group("gloo")
         self._dist, self._task = dist, task
         self.rank = dist.get_rank()
-        self.model = DistributedDataParallel(task.model)
+        self.model, self._ddp = task.model, DistributedDataParallel(task.model)
         self._optimizer = _optimizer(task.model)
-        self.adapter: Adapter = TorchDDPAdapter(self.model, tag="benchmark")
+        self.adapter: Adapter = TorchDDPAdapter(self._ddp, tag="benchmark")
 
     def step(self) -> None:
         self._optimizer.zero_grad()
-        self._task.loss(self.model).backward()
+        self._task.loss(self._ddp).backward()
         self._optimizer.step()
 
     def barrier(self) -> None:
@@ -69,7 +70,7 @@ class DDPLoop:
     def autotune(self, settings: dict[str, Any]) -> Tuner | None:
         from dpro_integrations.torch_ddp import autotune
 
-        return autotune(self.model, optimizer=self._optimizer, **settings)[1]
+        return autotune(self._ddp, optimizer=self._optimizer, **settings)[1]
 
     def close(self) -> None:
         self.barrier()
@@ -87,7 +88,7 @@ class HorovodLoop:
 
         hvd.init()
         self._hvd, self._task = hvd, task
-        self.rank = hvd.rank()
+        self.rank, self.model = hvd.rank(), task.model
         named = list(task.model.named_parameters())
         self._optimizer = hvd.DistributedOptimizer(_optimizer(task.model), named_parameters=named)
         hvd.broadcast_parameters(task.model.state_dict(), root_rank=0)
@@ -96,7 +97,7 @@ class HorovodLoop:
 
     def step(self) -> None:
         self._optimizer.zero_grad()
-        self._task.loss(self._task.model).backward()
+        self._task.loss(self.model).backward()
         self._optimizer.step()
 
     def barrier(self) -> None:

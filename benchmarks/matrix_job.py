@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,19 @@ class Rank:
             "predicted_ms": outcome.predicted_ms, "baseline_ms": outcome.baseline_ms,
             "measured_ms": outcome.measured_ms, "plan": plan.dumps() if plan else None,
         }  # fmt: skip
+
+    def ready(self) -> dict[str, Any]:
+        """Answers ``ready``: (name, bytes) of every gradient, in the order in which one step makes them ready."""
+        order: list[tuple[str, int]] = []
+
+        def note(name: str) -> Callable[[torch.Tensor], None]:
+            return lambda p: order.append((name, p.numel() * p.element_size()))
+
+        hooks = [p.register_post_accumulate_grad_hook(note(name)) for name, p in self._loop.model.named_parameters()]
+        self._train(_FIRST)
+        for hook in hooks:
+            hook.remove()
+        return {"ready": order}
 
     def train(self, steps: int, window: int) -> dict[str, Any]:
         """Train ``steps`` steps, then time ``window``. Answers ``times_ns``."""

@@ -13,12 +13,16 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 PREFIX = "dpro"
 SUBNET = "10.77.0"
+#: Where ``ip netns exec`` looks for files that a namespace sees in place of those in /etc.
+_ETC = Path("/etc/netns")
 MAX_HOSTS = 250
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-(\d+)-(?:switch|host\d+)")
@@ -124,6 +128,7 @@ def _delete(name: str) -> None:
     deadline = time.monotonic() + 5
     while _pids(name) and time.monotonic() < deadline:
         time.sleep(0.01)
+    shutil.rmtree(_ETC / name, ignore_errors=True)
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
@@ -179,9 +184,20 @@ class Network:
             _sh("ip", "-n", name, "link", "set", "lo", "up")
             _sh("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _sh("ip", "-n", name, "link", "set", "eth0", "up")
+            self._write_hosts(host, name)
             self.names.append(name)
         if self.rate != UNSHAPED:
             self._shape()
+
+    def _write_hosts(self, host: int, name: str) -> None:
+        """The host's /etc/hosts: all hosts as host0, host1, …, and the machine's own name for its own address.
+
+        Horovod 0.28.1 needs it: for a process set it forgets the interface and takes the address of the host's name.
+        """
+        lines = ["127.0.0.1 localhost", f"{self.address(host)} {socket.gethostname()}"]
+        lines += [f"{self.address(other)} host{other}" for other in range(self.hosts)]
+        (_ETC / name).mkdir(parents=True)
+        (_ETC / name / "hosts").write_text("\n".join(lines) + "\n")
 
     def set_rate(self, rate: str) -> None:
         """Hold every host's egress to another rate, at once, whatever runs on it.

@@ -42,6 +42,22 @@ def test_each_host_has_the_clock_and_the_name_it_was_given(tmp_path: Path) -> No
 
 
 @needs_namespaces
+def test_names_lead_to_addresses(tmp_path: Path) -> None:
+    """host0, host1 by name from both; a host's own name, with and without a clock of its own, is its own address."""
+    script = (
+        "import os, socket, sys\n"
+        "told = map(socket.gethostbyname, ('host0', 'host1', socket.gethostname()))\n"
+        "open(os.path.join(sys.argv[1], os.environ['RANK']), 'w').write(' '.join(told))\n"
+    )
+    for clocks in (None, [0, 5_000_000]):
+        with Testbed(hosts=2, clock_offsets_ns=clocks) as bed:
+            assert bed.run([sys.executable, "-c", script, str(tmp_path)], timeout_s=60) == 0
+        told = [(tmp_path / rank).read_text().split() for rank in "01"]
+        assert told == [["10.77.0.1", "10.77.0.2", own] for own in ("10.77.0.1", "10.77.0.2")]
+    assert not list(Path("/etc/netns").glob(f"dpro-{os.getpid()}-*"))
+
+
+@needs_namespaces
 def test_a_clock_cannot_be_turned_back_to_before_zero() -> None:
     with pytest.raises(TestbedError, match="host0: clock offset"), Testbed(clock_offsets_ns=[-(10**18), 0]):
         pass

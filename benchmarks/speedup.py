@@ -1,0 +1,222 @@
+"""What tuning is worth: dpro's plan against the library's default, the best of a sweep, and Horovod's autotune.
+
+A cell is one job. dpro's real tuner runs in it to its verdict; then the default settings, dpro's plan and a sweep of
+uniform buckets (Horovod: uniform groups, in the order gradients become ready) take turns. ``tuned`` is what dpro left
+in force: the default settings, timed once more, where its verdict was that nothing is better.
+
+``HOROVOD_AUTOTUNE=1`` is read when Horovod starts, so it gets a job of its own and five times the steps that dpro took;
+then windows of that job and of the default one take turns, the other one stopped. ``autotune_ms`` is the default's
+time over the speed-up seen there. DDP has no autotune: null.
+
+``python -m benchmarks.speedup --json`` prints ``{place, cuts, cells, summary}``; a cell has the keys ``model, comm,
+link, hosts, default_ms, tuned_ms, autotune_ms, sweep_best_ms, predicted_ms, verdict``, spreads and what was set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cells import COMMS, LINKS, MODELS, Jobs, JobSet, place, say, slowest_ms
+from benchmarks.models import CUTS
+from benchmarks.tables import speedup_table
+from benchmarks.testbed import Interrupted, TestbedError, interruptible
+from dpro.plan import Plan
+
+SWEEP_MIB = (0.5, 1, 2, 4, 8, 16)
+DEFAULT, TUNED = "default", "tuned"
+_MIB = 2**20
+#: The tuner's settings here: shorter than its defaults, since a cell has little more than a minute.
+SETTINGS = {"warmup_steps": 4, "baseline_steps": 8, "capture_steps": 5, "verify_steps": 6, "trials": 2}
+_MOST_STEPS = 400
+_WINDOWS, _WINDOW_STEPS = 4, 6
+
+
+def uniform_plan(comm: str, ready: list[tuple[str, int]], cap_mib: float) -> Plan:
+    """Buckets or groups that are closed as soon as they reach the cap. ``ready``: (name, bytes) in ready order."""
+    if comm == "ddp":
+        return Plan(bucket_caps=[cap_mib])
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, nbytes in ready:
+        groups[-1].append(name)
+        held += nbytes
+        if held >= cap_mib * _MIB:
+            groups.append([])
+            held = 0
+    return Plan(tensor_groups=[group for group in groups if group])
+
+
+def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Tune, then time all arms."""
+    begin_s = time.monotonic()
+    jobs = job.jobs
+    job.bed.set_rate(LINKS[link])
+    ready = [(name, nbytes) for name, nbytes in job.ask("ready")[0]["ready"]]
+    with tempfile.TemporaryDirectory() as runs:
+        settings = {**SETTINGS, "runs_dir": runs}
+        tuned = job.ask("tune", settings=settings, most_steps=_MOST_STEPS)[0]
+    say(f"  {link}: {tuned['verdict'].lower()} after {tuned['steps']} steps: {tuned['reason']}")
+    kept = tuned["plan"] if tuned["verdict"] == "KEPT" else None
+    total_mib = sum(nbytes for _, nbytes in ready) / _MIB
+    sweep = {f"{cap:g} MiB": uniform_plan(jobs.comm, ready, cap).dumps() for cap in args.sweep_mib if cap < total_mib}
+    sweep["all in one"] = uniform_plan(jobs.comm, ready, total_mib + 1).dumps()
+    times_ms = _arms(job, {DEFAULT: None, TUNED: kept}, sweep, args)
+    medians = {arm: statistics.median(times) for arm, times in times_ms.items()}
+    best = min(sweep, key=medians.__getitem__)
+    found: dict[str, Any] = {
+        "model": jobs.model, "comm": jobs.comm, "link": link, "hosts": jobs.hosts, "emulated": jobs.emulated,
+        "mode": job.mode,
+        "default_ms": round(medians[DEFAULT], 2), "tuned_ms": round(medians[TUNED], 2),
+        "autotune_ms": None, "autotune_speedup": None,
+        "sweep_best_ms": round(medians[best], 2), "sweep_best": best,
+        "sweep_ms": {arm: round(medians[arm], 2) for arm in sweep},
+        "predicted_ms": tuned["predicted_ms"], "verdict": tuned["verdict"], "reason": tuned["reason"],
+        "tuner_baseline_ms": tuned["baseline_ms"], "tuner_steps": tuned["steps"],
+        "plan": json.loads(kept) if kept else None,
+        "noise_pct": round(100 * max(_noise(times_ms[arm]) for arm in (DEFAULT, TUNED)), 2),
+        "steps": {arm: len(times) for arm, times in times_ms.items()},
+    }  # fmt: skip
+    if jobs.comm == "horovod" and args.autotune_factor:
+        found |= _autotune(job, link, round(args.autotune_factor * tuned["steps"]), found["default_ms"], args)
+    say(
+        f"  {link}: default {found['default_ms']:.1f}, tuned {found['tuned_ms']:.1f}, best of the sweep "
+        f"{found['sweep_best_ms']:.1f} ({best}), autotune {found['autotune_ms']}; {time.monotonic() - begin_s:.0f} s"
+    )
+    return found
+
+
+def _arms(
+    job: JobSet, judged: dict[str, str | None], sweep: dict[str, str], args: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Times of all arms, ms. The judged ones come twice a round: before the sweep and in its middle."""
+    items = list(sweep.items())
+    half = len(items) // 2
+    arms: list[tuple[str, str | None]] = [*judged.items(), *items[:half], *judged.items(), *items[half:]]
+    answers = job.ask(
+        "arms", plans=[plan for _, plan in arms], rounds=args.rounds, steps=args.steps, settle=args.settle,
+        budget_s=args.budget_s,
+    )  # fmt: skip
+    times: dict[str, list[float]] = {}
+    for (label, _), *per_rank in zip(arms, *(a["times_ns"] for a in answers), strict=True):
+        times.setdefault(label, []).extend(slowest_ms(per_rank).tolist())
+    return times
+
+
+def _autotune(job: JobSet, link: str, steps: int, default_ms: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Train a job under HOROVOD_AUTOTUNE for ``steps`` steps, then compare it with ``job``, window by window."""
+    ratios = []
+    job.pause()
+    try:
+        with JobSet(job.jobs, {"HOROVOD_AUTOTUNE": "1"}, timeout_s=args.timeout_s + steps) as other:
+            other.bed.set_rate(LINKS[link])
+            other.ask("train", steps=steps, window=1)
+            for _ in range(_WINDOWS):
+                there = _window(other)
+                other.pause()
+                job.resume()
+                ratios.append(_window(job) / there)
+                job.pause()
+                other.resume()
+    finally:
+        job.resume()
+    speedup = statistics.median(ratios)
+    return {
+        "autotune_ms": round(default_ms / speedup, 2),
+        "autotune_speedup": round(speedup, 4),
+        "autotune_speedup_each": [round(ratio, 3) for ratio in ratios],
+        "autotune_steps": steps,
+    }
+
+
+def _window(job: JobSet) -> float:
+    answers = job.ask("train", steps=1, window=_WINDOW_STEPS)
+    return float(statistics.median(slowest_ms([a["times_ns"] for a in answers]).tolist()))
+
+
+def _noise(times_ms: list[float]) -> float:
+    """Two standard errors of the median, as a share of it, from the middle half of the sample."""
+    low, middle, high = statistics.quantiles(times_ms, n=4)
+    return float(2 * 1.2533 * (high - low) / 1.349 / math.sqrt(len(times_ms)) / middle)
+
+
+def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure the matrix, cell by cell; a process set that fails becomes a cell with an ``error``."""
+    for comm in args.comms:
+        for model in args.models:
+            jobs = Jobs(model, comm, args.hosts)
+            say(jobs.describe())
+            try:
+                with JobSet(jobs, timeout_s=args.timeout_s) as job:
+                    for link in args.links:
+                        yield measure_cell(job, link, args)
+            except RuntimeError as error:
+                say(f"  {error}")
+                yield {"model": model, "comm": comm, "hosts": args.hosts, "links": args.links, "error": str(error)}
+
+
+def summarise(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Speed-ups over the default and over the best of the sweep."""
+    good = [cell for cell in found if "error" not in cell]
+    total: dict[str, Any] = {"cells": len(good), "failed": len(found) - len(good)}
+    for name, key in (("speedup", "default_ms"), ("vs_sweep", "sweep_best_ms"), ("vs_autotune", "autotune_ms")):
+        ratios = [cell[key] / cell["tuned_ms"] for cell in good if cell[key] is not None]
+        if ratios:
+            total |= {f"median_{name}": round(statistics.median(ratios), 4), f"lowest_{name}": round(min(ratios), 4)}
+    return total
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speedup", description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--comms", nargs="+", default=COMMS, choices=COMMS)
+    parser.add_argument("--links", nargs="+", default=("1gbit", "200mbit"), choices=tuple(LINKS))
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--sweep-mib", nargs="+", type=float, default=SWEEP_MIB, help="uniform caps of the sweep")
+    parser.add_argument("--rounds", type=int, default=3, help="visits to each arm of the sweep at most")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps per visit")
+    parser.add_argument("--settle", type=int, default=2, help="steps after a change of settings that are not timed")
+    parser.add_argument("--budget-s", type=float, default=45, help="time for the arms of a cell")
+    parser.add_argument(
+        "--autotune-factor",
+        type=float,
+        default=5,
+        help="Horovod's autotune gets so many times dpro's steps; 0: leave it out",
+    )
+    parser.add_argument("--timeout-s", type=float, default=300, help="the longest that one order may take")
+    parser.add_argument("--table", type=Path, help="write the result into this Markdown file, between its markers")
+    args = parser.parse_args()
+    begin_s = time.monotonic()
+    try:
+        with interruptible():
+            found = list(cells(args))
+    except Interrupted as interrupt:
+        return 128 + interrupt.signum
+    except (TestbedError, ValueError) as error:
+        print(f"speedup: {error}", file=sys.stderr)
+        return 2
+    result: dict[str, Any] = {
+        "place": place() | {"seconds": round(time.monotonic() - begin_s)},
+        "cuts": {model: CUTS[model] for model in args.models},
+        "cells": found,
+        "summary": summarise(found),
+    }
+    table = speedup_table(result)
+    if args.table:
+        table.into(args.table)
+    print(json.dumps(result) if args.json else table.text)
+    return 0 if all("error" not in cell for cell in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
