@@ -260,17 +260,17 @@ def whatif(
     if bandwidth is None and not scale and workers is None:
         raise typer.BadParameter("ask something: --bandwidth, --scale or --workers")
     graph = _assemble(path, _load(path))
-    baseline_ms = run(graph).makespan_ns / 1e6
+    baseline_ms, network = run(graph).makespan_ns / 1e6, _network(graph)
     assumptions = []
     try:
         for item in scale or []:
             pattern, factor = _pattern_and_factor(item)
             with at_most(PATTERN_SECONDS, ask.WhatIfError(f"pattern {pattern!r} takes too long to match")):
                 assumptions.append(ask.scale_ops(graph, pattern, factor).assumption)
-        if workers is not None:
-            assumptions.append(ask.set_workers(graph, workers).assumption)
         if bandwidth is not None:
-            assumptions.append(ask.scale_bandwidth(graph, bandwidth, **_network(graph)).assumption)
+            assumptions.append(ask.scale_bandwidth(graph, bandwidth, **network).assumption)
+        if workers is not None:
+            assumptions.append(ask.set_workers(graph, workers, latency_ns=network.get("latency_ns", 0.0)).assumption)
     except ask.WhatIfError as error:
         raise TraceError(path, str(error)) from error
     predicted_ms = run(graph).makespan_ns / 1e6
@@ -442,9 +442,13 @@ def _fingerprint(traces: list[RankTrace]) -> dict[str, str]:
 
 def _network(graph: Graph) -> dict[str, float]:
     """What one byte more costs, and the latency if the fit can tell it; empty if no size is known."""
+    from dpro.cost.links import fit_all_reduce
     from dpro.cost.sync import fit
     from dpro.replay.whatif import transfers
 
+    told = fit_all_reduce(graph)  # messages tell the two apart even where all buckets have one size
+    if told is not None and told.ns_per_byte > 0:
+        return {"ns_per_byte": told.ns_per_byte, "latency_ns": told.latency_ns}
     known = transfers(graph)
     try:
         model = fit(*known)

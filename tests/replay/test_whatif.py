@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dpro.graph.comm import expand_rings
 from dpro.graph.graph import Graph, OpKind
 from dpro.replay import whatif
 from dpro.replay.engine import replay
@@ -122,6 +126,35 @@ def test_workers_start_from_the_world_size_when_the_trace_holds_fewer_ranks() ->
     graph.info["world_size"] = 4
     whatif.set_workers(graph, 2)
     assert makespan_ms(graph) == pytest.approx(37 + 16 / 3)  # 8 ms · 1 / 1.5
+
+
+def test_latency_grows_with_the_steps_of_the_ring() -> None:
+    graph = two_ranks()
+    change = whatif.set_workers(graph, 4, latency_ns=2 * MS)
+    assert makespan_ms(graph) == 37 + 2 * 3 + 6 * 1.5  # 2 steps become 6; 6 ms of bytes become 9
+    assert "2000 µs of latency" in change.assumption
+
+
+@given(
+    workers=st.integers(2, 12), latency_ns=st.floats(0, 4e6), bandwidth=st.floats(1e8, 1e10), factor=st.floats(0.1, 10)
+)
+@settings(deadline=None, max_examples=30)
+def test_a_what_if_is_the_replay_of_its_ring(workers: int, latency_ns: float, bandwidth: float, factor: float) -> None:
+    """A network of ``bandwidth`` and ``latency_ns`` per step, asked about another: in one op, and step by step."""
+    one, steps = two_ranks(), two_ranks()
+    [op] = np.flatnonzero(one.column("kind") == OpKind.COLLECTIVE).tolist()
+    total = 2 * (latency_ns + 500_000 / bandwidth * 1e9)
+    for graph in (one, steps):
+        graph.set(op, "duration", round(total))
+    # at the captured bandwidth, workers and latency the captured time comes back
+    mark = steps.mark()
+    assert expand_rings(steps, bandwidth, latency_ns) == 1
+    assert replay(steps).makespan_ns == pytest.approx(replay(one).makespan_ns, abs=2)
+    steps.undo(mark)
+    whatif.scale_bandwidth(one, f"{factor:.12f}x", latency_ns=2 * latency_ns)
+    whatif.set_workers(one, workers, latency_ns=2 * latency_ns)
+    expand_rings(steps, bandwidth * factor, latency_ns, workers=workers)
+    assert replay(steps).makespan_ns == pytest.approx(replay(one).makespan_ns, abs=2 * workers + 4)
 
 
 @pytest.mark.parametrize(

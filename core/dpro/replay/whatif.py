@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from dpro.errors import DproError
 from dpro.graph.graph import Graph, OpKind
+from dpro.graph.wire import ring_steps
 
 _NETWORK = (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)
 
@@ -128,11 +129,13 @@ def parse_bandwidth(text: str, measured_gbit: float | None = None) -> float:
     return value * _UNITS_GBIT[unit] / measured_gbit
 
 
-def set_workers(graph: Graph, workers: int) -> Change:
+def set_workers(graph: Graph, workers: int, *, latency_ns: float = 0.0) -> Change:
     """Transfers as they would be among ``workers`` ranks, each doing the same work as now.
 
     Scales each collective by the bytes a ring sends per rank: an all-reduce of s bytes among n
-    sends 2 s (n-1)/n. The ranks stay as measured, so new ranks are no slower than those seen.
+    sends 2 s (n-1)/n. ``latency_ns`` of each now, and never more than all of it, is that of its ring
+    steps and grows with their number, 2 (n-1): what :func:`dpro.graph.comm.expand_rings` replays step
+    by step. The ranks stay as measured, so new ranks are no slower than those seen.
 
     Raises:
         WhatIfError: fewer than 2 workers now or then, no collective, or one with no such model.
@@ -147,17 +150,22 @@ def set_workers(graph: Graph, workers: int) -> Change:
     ops = _living(graph, graph.column("kind") == OpKind.COLLECTIVE)
     if not len(ops):
         raise WhatIfError("no collective in this trace: only collectives have a model for more workers")
-    factors = np.empty(len(ops))
+    before = graph.column("duration")[ops]
+    fixed = np.minimum(before, latency_ns)
+    factors, slower = np.empty(len(ops)), np.ones(len(ops))
     for index, op in enumerate(ops.tolist()):
         model = ring_model(graph.name_of(op))
         if model is None:
             raise WhatIfError(f"no model says how {graph.name_of(op)!r} grows with the number of workers")
         factors[index] = _RING[model](workers) / _RING[model](now)
-    _stretch(graph, ops, graph.column("duration")[ops] * factors)
+        if steps := ring_steps(model, now):
+            slower[index] = ring_steps(model, workers) / steps
+    _stretch(graph, ops, fixed * slower + (before - fixed) * factors)
     return Change(
         len(ops),
         f"{now} → {workers} workers: ring collectives, so an all-reduce's transfer grows as 2(N-1)/N; "
-        "same work and same bandwidth per worker, none slower than those measured",
+        + (f"the {latency_ns / 1e3:.0f} µs of latency now as their steps do, 2(N-1); " if latency_ns else "")
+        + "same work and same bandwidth per worker, none slower than those measured",
     )
 
 
