@@ -131,6 +131,8 @@ def replay(path: PathArgument, json: Json = False) -> None:
                 "daydream_ms": summary.daydream_ms,
                 "critical_path": summary.critical,
                 "breakdown_ms": summary.breakdown_ms,
+                "links": [asdict(row) for row in summary.links],
+                "attributed_share": summary.attributed_share,
                 "warnings": summary.warnings,
             }
         )
@@ -150,6 +152,9 @@ def replay(path: PathArgument, json: Json = False) -> None:
     out.print(table.numbers_table(rows, title=title))
     out.print(table.breakdown_bar(summary.breakdown_ms))
     out.print(table.ops_table(summary.top, title="Critical path"))
+    if summary.links:
+        known = f"Links, {100 * (summary.attributed_share or 0):.1f} % of their payload told to which collective"
+        out.print(table.links_table(summary.links, title=known))
     out.print(f"{summary.advice}\n", soft_wrap=True)
     print_warnings(summary.warnings)
 

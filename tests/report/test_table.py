@@ -5,8 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from dpro.report import table
+import pytest
+
+from dpro.graph.assemble import assemble
+from dpro.report import html, table
+from dpro.report.summary import summarise
 from dpro.report.table import ArmRow
+from tests.graph.ring_traces import job, two_ranks
 
 
 def cells(text: str) -> list[list[str]]:
@@ -55,3 +60,16 @@ def test_breakdown_bar_is_in_proportion() -> None:
 def test_importing_the_module_imports_no_rich() -> None:
     code = "import sys, dpro.report.table; sys.exit('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_links_say_what_they_carried() -> None:
+    # 110 µs of 1,000 busy with 2,000 bytes, nothing queued; rank 1 was there at 160 and rank 0 sent at 170
+    traces = job(two_ranks(), used=[325, 318], end=1_000)
+    there, back = summarise(assemble(traces), "job").links
+    assert (there.link, there.messages, there.nbytes, there.busy_share) == ("0 → 1", 2, 2_000, 0.11)
+    assert there.mbit_s == pytest.approx(8 * 2_000 / 110)
+    assert (there.queue_us, there.late_share, back.late_share) == (0, 0.01, 0.045)
+    text = cells(table.to_text(table.links_table([there, back])))
+    assert text[1] == ["0", "→", "1", "2", "0.0", "11", "%", "145", "0", "1", "%"]
+    page = html.render(summarise(assemble(traces), "job"))
+    assert "<h2>Links</h2>" in page and "0 → 1" in page

@@ -72,6 +72,7 @@ def render(summary: Summary, arms: Sequence[ArmRow] = (), verdict: str = "") -> 
         f'<p class="advice">{_code(escape(summary.advice))}</p>',
         _breakdown(summary),
         _top(summary),
+        _links(summary),
         _warnings(summary),
         f'<footer class="dim">dpro {__version__}</footer>\n</main>\n</body>\n</html>\n',
     ]
@@ -123,6 +124,21 @@ def _top(summary: Summary) -> str:
     )
     head = "<tr><th>op</th><th>kind</th><th>count</th><th>ms</th><th>share of the step</th></tr>"
     return f'<h2>What is on it</h2>\n<div class="scroll"><table>\n{head}\n{rows}</table></div>'
+
+
+def _links(summary: Summary) -> str:
+    if not summary.links:
+        return ""
+    rows = "".join(
+        f'<tr><td class="name">{_text(row.link)}</td><td>{count_text(row.messages)}</td><td>{row.nbytes / 1e6:.1f}</td>'
+        f"<td>{100 * row.busy_share:.0f} %</td><td>{'' if row.mbit_s is None else f'{row.mbit_s:,.0f}'}</td>"
+        f"<td>{row.queue_us:,.0f}</td><td>{100 * row.late_share:.0f} %</td></tr>\n"
+        for row in summary.links
+    )
+    head = "".join(
+        f"<th>{word}</th>" for word in ("link", "messages", "MB", "busy", "Mbit/s", "queued µs", "sender late")
+    )
+    return f'<h2>Links</h2>\n<div class="scroll"><table>\n<tr>{head}</tr>\n{rows}</table></div>'
 
 
 def _arms(arms: Sequence[ArmRow], verdict: str) -> str:

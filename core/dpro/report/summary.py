@@ -20,6 +20,23 @@ from dpro.replay.path import CriticalPath, critical_path
 NS_PER_MS = 1e6
 
 
+@dataclass(frozen=True)
+class LinkRow:
+    """One link direction over the captured steps; shares are of their time.
+
+    ``busy_share``: bytes of a collective were under way. ``mbit_s``: payload over the busy time. ``queue_us``: mean
+    time of a message behind others. ``late_share``: the receiver was in the collective, the sender not yet.
+    """
+
+    link: str
+    messages: int
+    nbytes: int
+    busy_share: float
+    mbit_s: float | None
+    queue_us: float
+    late_share: float
+
+
 @dataclass
 class Summary:
     """Figures of one capture. Times in ms; ``error_pct`` is |replayed - reference| / reference.
@@ -43,6 +60,9 @@ class Summary:
     #: (name, kind, count, ms, share of the step) of ops on the critical path, largest first
     top: list[tuple[str, str, int, float, float]] = field(default_factory=list)
     critical: list[dict[str, Any]] = field(default_factory=list)
+    links: list[LinkRow] = field(default_factory=list)
+    #: share of the payload bytes on the wire whose collective is known; None where no message was seen
+    attributed_share: float | None = None
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -105,6 +125,8 @@ def summarise(graph: Graph, title: str, warnings: Sequence[str] = ()) -> Summary
         launching_ms=_launching_ns(graph, path) / NS_PER_MS,
         top=top_ops(critical),
         critical=critical,
+        links=link_rows(graph),
+        attributed_share=graph.info.get("messages", {}).get("attributed_share"),
         warnings=list(dict.fromkeys([*warnings, *graph.warnings])),
     )
 
@@ -120,6 +142,24 @@ def _launching_ns(graph: Graph, path: CriticalPath) -> int:
         for step in path.steps
         if resource[step.op] != NO_RESOURCE and host[resource[step.op]]
     )
+
+
+def link_rows(graph: Graph) -> list[LinkRow]:
+    """What the captured messages say of every link direction; none without messages."""
+    facts = graph.info.get("messages", {"links": []})
+    return [
+        LinkRow(
+            f"{link['sender']} → {link['receiver']}",
+            link["messages"],
+            link["nbytes"],
+            link["transmit_ns"] / facts["span_ns"],
+            8e3 * link["nbytes"] / link["transmit_ns"] if link["transmit_ns"] else None,
+            link["queue_ns"] / link["messages"] / 1e3,
+            link["wait_ns"] / facts["span_ns"],
+        )
+        for link in facts["links"]
+        if facts["span_ns"] > 0
+    ]
 
 
 def critical_steps(path: CriticalPath) -> list[dict[str, Any]]:

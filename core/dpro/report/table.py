@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from dpro.report.diff import OpChange
+    from dpro.report.summary import LinkRow
 
 #: Colour of a verdict or finding; any other word is shown in the terminal's own colour.
 STYLES = {
@@ -126,6 +127,22 @@ def ops_table(rows: Sequence[tuple[str, str, int, float, float]], title: str = "
     table.columns[1].justify, table.columns[1].style = "left", "dim"
     for name, kind, count, ms, share in rows:
         table.add_row(plain(_short(name, 40)), kind.lower(), count_text(count), _ms(ms), f"{100 * share:.1f} %")
+    return table
+
+
+def links_table(rows: Sequence[LinkRow], title: str = "") -> Table:
+    """One link direction per row, see :class:`~dpro.report.summary.LinkRow`."""
+    table = _table("link", "messages", "MB", "busy", "Mbit/s", "queued µs", "sender late", title=title)
+    for row in rows:
+        table.add_row(
+            row.link,
+            count_text(row.messages),
+            f"{row.nbytes / 1e6:.1f}",
+            f"{100 * row.busy_share:.0f} %",
+            "" if row.mbit_s is None else f"{row.mbit_s:,.0f}",
+            f"{row.queue_us:,.0f}",
+            f"{100 * row.late_share:.0f} %",
+        )
     return table
 
 
