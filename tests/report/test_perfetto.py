@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from dpro.graph.assemble import assemble
 from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
 from dpro.replay.engine import replay
 from dpro.replay.path import critical_path
 from dpro.report import perfetto
 from dpro.trace.model import EventKind, Meta, TraceBuilder
+from tests.graph import ring_traces
+from tests.graph.ring_traces import job
 from tests.report import perfetto_check
 from tests.report.hand_graph import MS, two_ranks
 
@@ -113,3 +116,29 @@ def test_hostile_names_and_overlap_without_a_resource(tmp_path: Path) -> None:
     assert {e["name"] for e in events if e["ph"] == "X" and e["cat"].startswith("replayed")} == {name}
     assert len(bars(events, 1, "replayed · other")) == 3
     assert bars(events, 1, "replayed · other (2)") == [(name, 0.000005, 0.00001)]
+
+
+def test_messages_have_tracks_and_arrows(tmp_path: Path) -> None:
+    traces = job(ring_traces.two_ranks(), used=[325, 318], end=400)
+    events = export(assemble(traces, messages=True), tmp_path / "out.json", measured=traces)
+    name = "gloo:all_reduce step"
+    assert bars(events, 1, "replayed · link/0>1") == [
+        (f"send {name} 0 part 0", 0.170, pytest.approx(0.050)),
+        (f"send {name} 1 part 0", 0.240, pytest.approx(0.060)),
+    ]
+    assert [bar[:2] for bar in bars(events, 2, "replayed · received")[:2]] == [
+        (f"recv {name} 0 part 0", 0.220),
+        (f"recv {name} 1 part 0", 0.300),
+    ]
+    assert [bar[0] for bar in bars(events, 2, "measured · wire/10.0.0.1:7>10.0.0.0:9")] == ["payload"] * 2
+    arrows: dict[int, dict[str, tuple[int, float]]] = {}
+    for event in events:
+        if event.get("cat") == "message":
+            arrows.setdefault(event["id"], {})[event["ph"]] = (event["pid"], event["ts"])
+    # four messages, replayed and measured (from the start of the SEND call to that of the RECV call, 2 µs long)
+    assert sorted((a["s"], a["f"]) for a in arrows.values()) == sorted(
+        [
+            ((1, 170), (2, 220)), ((2, 165), (1, 225)), ((1, 240), (2, 300)), ((2, 230), (1, 310)),
+            ((1, 170), (2, 218)), ((2, 165), (1, 223)), ((1, 240), (2, 298)), ((2, 230), (1, 308)),
+        ]
+    )  # fmt: skip

@@ -2,9 +2,10 @@
 
 One process per rank. In it: a ``critical path`` track on top, then ``replayed`` tracks (one per
 resource) and ``measured`` tracks. Times are µs from the start of the step. Flow arrows go from the
-rank that arrived last at a collective to every other rank, and along the critical path wherever it
-changes rank. Perfetto demands that the slices of one track nest; what merely overlaps is moved to
-a further lane of its resource. Knows no command line; writes one file.
+rank that arrived last at a collective to every other rank, from every SEND to its RECV, and along
+the critical path wherever it changes rank. A link direction is a track of its sender. Perfetto
+demands that the slices of one track nest; what merely overlaps is moved to a further lane of its
+resource. Knows no command line; writes one file.
 
 Format: "Trace Event Format" (Chromium), events X (complete), M (metadata), s and f (flow).
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpro.clock.ends import align_on_ends
+from dpro.clock.messages import PAYLOAD, match_messages
 from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
-from dpro.graph.spans import common_steps
+from dpro.graph.spans import OneClock, common_steps, one_clock
 from dpro.replay.engine import Replay
 from dpro.trace.model import DEVICE_KINDS, EventKind, RankTrace
 from dpro.trace.steps import step_finish_ns
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from dpro.replay.path import CriticalPath
 
 Event = dict[str, Any]
+#: (phase, number) of arrows by op or event row
+Arrows = dict[int, list[tuple[str, int]]]
 
 
 @dataclass
@@ -65,8 +69,10 @@ def export(
     events = list(_replayed(graph, replay, tracks, critical))
     if measured:
         steps, _ = common_steps(list(measured))
-        for index, (trace, zero_ns) in enumerate(zip(measured, _zeros_ns(measured, steps), strict=True)):
-            events += _measured(trace, index, tracks, steps, zero_ns)
+        clock = one_clock(list(measured))
+        zeros, arrows = _zeros_ns(clock, steps), _arrows(clock.traces, len(graph.column("kind")))
+        for index, trace in enumerate(clock.traces):
+            events += _measured(trace, index, tracks, steps, zeros[index], arrows[index])
     write(path, [*tracks.metadata(), *sorted(events, key=_file_order)])
     return len(events)
 
@@ -120,6 +126,7 @@ def _replayed(graph: Graph, replay: Replay, tracks: _Tracks, critical: CriticalP
     predecessors = _predecessors(graph, row_of)
     columns = {key: graph.column(key).tolist() for key in ("kind", "rank", "resource", "gap", "nbytes")}
     everyone = list(range(graph.ranks)) or [0]
+    messages = _messages(graph, row_of)
     lanes: dict[tuple[int, str], list[Slice]] = {}
     flow = 0
     for op, row in row_of.items():
@@ -131,7 +138,7 @@ def _replayed(graph: Graph, replay: Replay, tracks: _Tracks, critical: CriticalP
         if op in on_path:
             args["critical"] = True
             category += ",critical"
-        flows: dict[int, list[tuple[str, int]]] = {}
+        flows: Arrows = {}
         ranks = [columns["rank"][op]]
         if ranks[0] < 0:  # shared by ranks: shown in each that arrives, or in all
             arrivals = [p for p in predecessors.get(op, ()) if columns["rank"][p] >= 0]
@@ -144,8 +151,12 @@ def _replayed(graph: Graph, replay: Replay, tracks: _Tracks, critical: CriticalP
                         flow += 1
                         flows.setdefault(last, []).append(("s", flow))
                         flows.setdefault(rank, []).append(("f", flow))
+        elif op in messages:
+            flows[ranks[0]] = messages[op]
         resource = columns["resource"][op]
         label = "other" if resource == NO_RESOURCE else graph.resource_names[resource]
+        if resource == NO_RESOURCE and kind == OpKind.RECV.name:
+            label = "received"
         for rank in ranks:
             # "rank3/cpu/1" is just "cpu/1" inside the process of rank 3
             lanes.setdefault((rank, label.removeprefix(f"rank{rank}/")), []).append(
@@ -155,6 +166,17 @@ def _replayed(graph: Graph, replay: Replay, tracks: _Tracks, critical: CriticalP
         yield from _lay_out(slices, tracks, rank, "replayed", label)
     if critical is not None:
         yield from _critical(critical, tracks, everyone[0])
+
+
+def _messages(graph: Graph, row_of: dict[int, int]) -> Arrows:
+    """Arrows by op, from each SEND to what received it, numbered by the SEND."""
+    out: Arrows = {}
+    edges, kind = graph.edges(), graph.column("kind")
+    for src, dst in edges[(kind[edges[:, 0]] == OpKind.SEND) & (kind[edges[:, 1]] == OpKind.RECV)].tolist():
+        if src in row_of and dst in row_of:
+            out.setdefault(src, []).append(("s", src))
+            out.setdefault(dst, []).append(("f", src))
+    return out
 
 
 def _critical(critical: CriticalPath, tracks: _Tracks, first_rank: int) -> Iterator[Event]:
@@ -175,7 +197,14 @@ def _critical(critical: CriticalPath, tracks: _Tracks, first_rank: int) -> Itera
         yield from _events(one, tracks.thread(where, "critical path"))
 
 
-def _measured(trace: RankTrace, index: int, tracks: _Tracks, steps: Sequence[int], zero_ns: int) -> Iterator[Event]:
+def _measured(
+    trace: RankTrace,
+    index: int,
+    tracks: _Tracks,
+    steps: Sequence[int],
+    zero_ns: int,
+    arrows: Arrows,
+) -> Iterator[Event]:
     """Events of the steps, and their device work that ran on after them (the host runs ahead of it)."""
     rank = trace.meta.rank if trace.meta.rank >= 0 else index
     bounds = trace.step_bounds[list(steps)]
@@ -195,7 +224,7 @@ def _measured(trace: RankTrace, index: int, tracks: _Tracks, steps: Sequence[int
             args["bytes"] = trace.nbytes[row].item()
         begin, finish = trace.start[row].item() - zero_ns, trace.end[row].item() - zero_ns
         lanes.setdefault(int(trace.resource[row]), []).append(
-            Slice(trace.names[trace.name[row]], begin, finish, f"measured,{kind.lower()}", args)
+            Slice(trace.names[trace.name[row]], begin, finish, f"measured,{kind.lower()}", args, arrows.get(row, []))
         )
     for resource, slices in sorted(lanes.items()):
         yield from _lay_out(slices, tracks, rank, "measured", trace.resources[resource])
@@ -229,26 +258,40 @@ def _predecessors(graph: Graph, row_of: dict[int, int]) -> dict[int, list[int]]:
     return out
 
 
-def _zeros_ns(traces: Sequence[RankTrace], steps: Sequence[int]) -> list[int]:
-    """Where the first step begins, on the clock of each trace.
+def _zeros_ns(clock: OneClock, steps: Sequence[int]) -> list[int]:
+    """Where the first step begins, on each trace.
 
-    Ranks that share a collective are put on one clock. Else, if their steps begin further apart
-    than ten of their lengths, their clocks are not one, and each rank begins at its own step.
+    A rank whose clock nothing pins begins at its own step, if that is further from the first one's than ten of
+    its lengths: then their clocks are not one.
     """
-    alignment = align_on_ends(list(traces))
-    offsets = alignment.offsets_ns
-    starts = [int(trace.step_bounds[steps[0], 0]) + offset for trace, offset in zip(traces, offsets, strict=True)]
-    near = 10 * max(int(trace.step_ns().max()) for trace in traces)
-    together = [used > 0 or abs(start - starts[0]) <= near for start, used in zip(starts, alignment.used, strict=True)]
+    starts = [int(trace.step_bounds[steps[0], 0]) for trace in clock.traces]
+    near = 10 * max(int(trace.step_ns().max()) for trace in clock.traces)
+    pinned = [math.isfinite(fact["uncertainty_ns"]) for fact in clock.facts]
+    together = [known or abs(start - starts[0]) <= near for start, known in zip(starts, pinned, strict=True)]
     zero = min(start for start, one in zip(starts, together, strict=True) if one)
-    return [(zero if one else start) - o for start, one, o in zip(starts, together, offsets, strict=True)]
+    return [zero if one else start for start, one in zip(starts, together, strict=True)]
+
+
+def _arrows(traces: Sequence[RankTrace], first: int) -> list[Arrows]:
+    """Per trace, the arrows of its SEND and RECV rows: from every SEND with payload to the RECV of its first byte."""
+    out: list[Arrows] = [{} for _ in traces]
+    found = match_messages(traces)
+    sends = np.stack([found.send_trace, found.send_row])
+    for number, at in enumerate(np.unique(sends, axis=1, return_index=True)[1].tolist(), first):
+        sender, receiver = int(found.send_trace[at]), int(found.recv_trace[at])
+        send, recv = int(found.send_row[at]), int(found.recv_row[at])
+        if traces[sender].names[traces[sender].name[send]] == PAYLOAD:
+            out[sender].setdefault(send, []).append(("s", number))
+            out[receiver].setdefault(recv, []).append(("f", number))
+    return out
 
 
 def _events(one: Slice, track: tuple[int, int]) -> Iterator[Event]:
     where = {"ts": one.start_ns / 1e3, "pid": track[0], "tid": track[1]}
     more = {"dur": (one.end_ns - one.start_ns) / 1e3, "args": one.args}
     yield {"ph": "X", "name": one.name, "cat": one.category, **where, **more}
-    cause = "critical path" if one.category == "critical" else "collective"
+    is_message = one.category.split(",")[1:2] in (["send"], ["recv"])
+    cause = "critical path" if one.category == "critical" else "message" if is_message else "collective"
     for phase, number in one.flows:
         yield {"ph": phase, "id": number, "name": cause, "cat": cause, "bp": "e", **where}
 
