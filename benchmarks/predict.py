@@ -148,4 +148,6 @@ def spearman(predicted: list[float], measured: list[float], noise: float) -> flo
         place[group == k] = place[group == k].mean()
     if len(np.unique(group)) < 2:
         return None
+    if np.ptp(place) == 0:  # the predictions tell none of the groups apart
+        return 0.0
     return float(np.corrcoef(place, true)[0, 1])

@@ -1,0 +1,135 @@
+"""The matrices' own arithmetic and models: what a figure is made of must be right before any figure is."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.accuracy import figures
+from benchmarks.models import CUTS, NAMES, gradient_mb, make
+from benchmarks.models.emulated import BACKWARD_S, FORWARD_S
+from benchmarks.predict import Replayed, spearman
+from benchmarks.speedup import uniform_plan
+from benchmarks.tables import Table, accuracy_table
+
+#: Parameter tensors of the originals: 53 convolutions and norms with 2 each, and the classifier; 16 layers with weight
+#: and bias; 94 convolutions and norms, and the classifier; 2 + 2 embedding and norm, 12 x 12, pooler, classifier.
+TENSORS = {"resnet50": 53 * 3 + 2, "vgg16": 32, "inceptionv3": 94 * 3 + 2, "bert-base": 4 + 12 * 12 + 4}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cut_model_keeps_its_layers(name: str) -> None:
+    model = make(name).model
+    assert len(list(model.parameters())) == TENSORS[name]
+    assert 6 < gradient_mb(model) < 16
+    assert CUTS[name].startswith({"resnet50": "ResNet50", "vgg16": "VGG16"}.get(name, CUTS[name][:4]))
+
+
+def test_a_fully_connected_layer_holds_most_of_vgg() -> None:
+    sizes = [p.numel() for p in make("vgg16").model.parameters()]
+    assert max(sizes) > 0.5 * sum(sizes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_start_alike(name: str) -> None:
+    torch.manual_seed(1)
+    one = make(name)
+    torch.manual_seed(2)
+    other = make(name)
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+    assert not torch.equal(one.inputs, other.inputs)
+
+
+@pytest.mark.parametrize("name", ["vgg16", "bert-base"])
+def test_emulated_layers_sleep_and_give_every_gradient(name: str) -> None:
+    """The same names and shapes as the model; a step is at least as long as the table says."""
+    real, emulated = make(name).model, make(name, emulated=True)
+    shapes = {key: p.shape for key, p in real.named_parameters()}
+    assert {key: p.shape for key, p in emulated.model.named_parameters()} == shapes
+    ready: list[str] = []
+    for key, p in emulated.model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, key=key: ready.append(key))
+    begin_s = time.monotonic()
+    emulated.loss(emulated.model).backward()
+    assert time.monotonic() - begin_s >= FORWARD_S + BACKWARD_S
+    assert sorted(ready) == sorted(shapes)
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in emulated.model.parameters())
+    first, last = {"vgg16": ("37.", "0."), "bert-base": ("classifier.", "words.")}[name]
+    assert ready[0].startswith(first)
+    assert ready[-1].startswith(last)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "noise", "expected"),
+    [
+        ([1, 2, 3, 4], [10, 20, 30, 40], 0.0, 1.0),
+        ([4, 3, 2, 1], [10, 20, 30, 40], 0.0, -1.0),
+        # ranks 1 2 3 4 against 2 1 3 4: 1 - 6 (1 + 1) / (4 * 15)
+        ([2, 1, 3, 4], [10, 20, 30, 40], 0.0, 0.8),
+        # the same, but the first two can't be told apart
+        ([2, 1, 3, 4], [10, 10.1, 30, 40], 0.02, 1.0),
+        ([2, 1, 3], [10, 10.1, 10.2], 0.02, None),
+        ([1, 3, 2], [10, 10.1, 30], 0.02, 0.0),
+    ],
+)
+def test_order_of_plans(predicted: list[float], measured: list[float], noise: float, expected: float | None) -> None:
+    assert spearman(predicted, measured, noise) == pytest.approx(expected)
+
+
+def test_uniform_groups_close_when_they_reach_the_cap() -> None:
+    ready = [("d", 1 << 19), ("c", 1 << 19), ("b", 1 << 21), ("a", 4)]
+    assert uniform_plan("horovod", ready, 1).tensor_groups == [["d", "c"], ["b"], ["a"]]
+    assert uniform_plan("horovod", ready, 100).tensor_groups == [["d", "c", "b", "a"]]
+    assert uniform_plan("ddp", ready, 1).bucket_caps == [1]
+
+
+def test_figures_of_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, three un-profiled windows of two steps, one capture; the slowest rank's steps count."""
+    replays = iter([Replayed(108.0, 81.0, 120.0, ["odd"])])
+    monkeypatch.setattr("benchmarks.accuracy.load", list)
+    monkeypatch.setattr("benchmarks.accuracy.replayed", lambda traces: next(replays))
+    ms = 1_000_000
+    answers = [
+        {"plain_ns": [[90 * ms] * 2, [102 * ms] * 2, [100 * ms] * 2], "captured_ns": [[103 * ms] * 2], "traces": ["a"]},
+        {"plain_ns": [[98 * ms] * 2, [80 * ms] * 2, [100 * ms] * 2], "captured_ns": [[104 * ms] * 2], "traces": ["b"]},
+    ]
+    found = figures(answers)
+    assert found["measured_ms"] == 100  # 98 98 102 102 100 100
+    assert (found["replayed_ms"], found["error_pct"]) == (108, 8.0)
+    assert (found["daydream_error_pct"], found["unaligned_error_pct"]) == (-19.0, 20.0)
+    assert found["noise_floor_pct"] == 2.94  # the first and third window's 99 against the second's 102
+    assert found["capture_overhead_pct"] == 4.0
+    assert found["after_overhead_pct"] == 0.0  # 100 against the median of 98 98 102 102
+
+
+def test_a_table_replaces_what_is_between_its_markers(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- x -->\nold\n<!-- /x -->\nb\n")
+    Table("x", "| new |").into(page)
+    Table("x", "| newer |").into(page)
+    assert page.read_text() == "a\n<!-- x -->\n| newer |\n<!-- /x -->\nb\n"
+    with pytest.raises(ValueError, match="no markers <!-- y -->"):
+        Table("y", "").into(page)
+
+
+def test_a_failed_cell_is_in_the_table() -> None:
+    result = {
+        "place": {"date": "today", "commit": "abc", "machine": "2 cores", "seconds": 3},
+        "cuts": {"vgg16": "cut"},
+        "cells": [{"model": "vgg16", "comm": "ddp", "hosts": 2, "links": ["1gbit"], "error": "rank 1 died"}],
+        "summary": {"cells": 0, "failed": 1},
+    }
+    text = accuracy_table(result).text
+    assert "0 cells, 1 failed" in text
+    assert "| vgg16 | ddp | failed: rank 1 died |" in text
+
+
+def test_the_page_has_a_place_for_every_table(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+    copy = tmp_path / "page.md"
+    copy.write_text(page.read_text())
+    for name in ("accuracy", "plans", "speedup"):
+        Table(name, "here").into(copy)
