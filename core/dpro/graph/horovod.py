@@ -96,12 +96,13 @@ def add_responses(trace: RankTrace, local: Local) -> None:
 
 
 def _spans(trace: RankTrace, local: Local) -> list[tuple[str, int, int, int]]:
-    """(name, gradient, start, end) of the window's submits and waits, in order of time."""
+    """(name, gradient, start, end) of the window's submits and waits, in the order in which they ended."""
     wanted = [i for i, name in enumerate(trace.names) if name in (SUBMIT, WAIT)]
     inside = np.isin(trace.name, wanted) & (trace.start >= local.begin) & (trace.start < local.end)
     rows = np.flatnonzero(inside & (trace.kind == EventKind.ANNOTATION) & (trace.tensor >= 0))
     columns = [trace.columns[key][rows].tolist() for key in ("name", "tensor", "start", "end")]
-    return [(trace.names[name], *rest) for name, *rest in zip(*columns, strict=True)]
+    found = [(trace.names[name], *rest) for name, *rest in zip(*columns, strict=True)]
+    return sorted(found, key=lambda span: (span[3], span[2]))
 
 
 def with_responses(traces: list[RankTrace]) -> list[RankTrace]:

@@ -219,7 +219,7 @@ def merged(trace: RankTrace, more: TraceBuilder) -> RankTrace:
             for base, found in ((0, trace.collectives), (len(trace), extra.collectives))
             for row, facts in found.items()
         },
-        warnings=trace.warnings,
+        warnings=list(trace.warnings),
     )
     out.assign_steps()
     return out

@@ -43,6 +43,8 @@ def with_responses(trace: RankTrace, members: int) -> RankTrace:
         members: ranks of the ring.
     """
     runs = _runs(trace)
+    if not runs:
+        return trace
     submitted, waited = _in_order(trace, SUBMIT), _in_order(trace, WAIT)
     sizes = np.array([tensor.nbytes for tensor in trace.tensors], dtype=np.int64)
     share = 2 * (members - 1) / members  # round a ring of n, each rank receives 2 (n - 1) / n of the bytes
@@ -70,9 +72,10 @@ def with_responses(trace: RankTrace, members: int) -> RankTrace:
             over = max(run.end, min([over, *(had[t] for t in numbers if t in had)]))
             sequence = _add(builder, trace, numbers, sizes, (min(max(run.begun, handed), run.start), over), sequence)
         missed += bool(pending)
+    told = merged(trace, builder)
     if missed:
-        trace.warnings.append(f"{missed} step(s) with gradients whose way over the wire could not be told")
-    return merged(trace, builder) if len(builder) else trace
+        told.warnings.append(f"{missed} step(s) with gradients whose way over the wire could not be told")
+    return told
 
 
 def _add(
