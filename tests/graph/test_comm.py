@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dpro.cost.sync import SyncModel
 from dpro.graph.assemble import assemble
 from dpro.graph.graph import Graph, OpKind
+from dpro.passes.tensor_fusion import TensorFusion
 from dpro.replay import oracle
 from dpro.replay.engine import replay
 from tests.graph.ring_traces import US, AllReduce, job, two_ranks
@@ -151,3 +153,30 @@ def test_messages_go_to_the_collective_they_serve(tags: tuple[int, int]) -> None
     assert back["transmit_ns"] == 2 * (60 + 80) * US
     assert back["wait_ns"] == 2 * 45 * US  # rank 0 was there at 120, rank 1 sent at 165
     assert there["wait_ns"] == 2 * 10 * US
+
+
+@pytest.mark.parametrize("ahead", [5, 500_000, 100_000_000_000])
+def test_messages_of_clocks_left_as_they_are(ahead: float) -> None:
+    graph = assemble(job(two_ranks(), used=[325, 318], end=400, clocks=[0, ahead]), align=False, messages=True)
+    assert graph.info["measured_ns"] == 400 * US
+    assert replay(graph).makespan_ns > 0
+
+
+def test_a_fused_plan_costs_the_same_on_both_forms() -> None:
+    reduces = [*two_ranks(1), AllReduce(2_000, [400, 400], [520, 520], [])]
+    later = [(s, r, a + 240, b + 240, n) for s, r, a, b, n in reduces[0].messages]
+    reduces[1] = AllReduce(2_000, [400, 400], [560, 560], later, 2)
+    traces = job(reduces, used=[570, 570], end=700)
+    found = []
+    for messages in (False, True):
+        graph = assemble(traces, messages=messages)
+        graph.info["sync"] = SyncModel(latency_ns=10 * US, ns_per_byte=20)
+        before, mark = replay(graph).makespan_ns, TensorFusion().apply(graph, ((0, 1),))
+        found.append((before, replay(graph).makespan_ns, len(graph)))
+        graph.undo(mark)
+        assert replay(graph).makespan_ns == before
+    assert found[0] == found[1]
+    assert found[0][0] == 700 * US
+    # one launch of 10 less: ready at 390; 10 + 4,000 bytes at 20 ns; the first copy, whose own bucket was long there,
+    # came 170 after the last launch; two copies, then as it was
+    assert found[0][1] == (390 + 90 + 170 + 20 + 110) * US

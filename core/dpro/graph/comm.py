@@ -85,6 +85,7 @@ def add_messages(graph: Graph, runs: Sequence[Run], ranks: Sequence[int]) -> lis
     """
     out = [Added({i: [] for i in run.drafts}) for run in runs]
     received: dict[tuple[int, int, int, int], tuple[int, int]] = {}  # run, receiver, step, part -> RECV op, its time
+    everything: dict[tuple[int, int], list[tuple[int, int]]] = {}  # run, receiver -> the same
     pieces = ((n, piece) for n, run in enumerate(runs) for piece in run.exchange.pieces)
     for n, piece in sorted(pieces, key=lambda item: (item[1].received, item[1].step, item[1].part, item[1].sender)):
         run, added = runs[n], out[n]
@@ -106,11 +107,12 @@ def add_messages(graph: Graph, runs: Sequence[Run], ranks: Sequence[int]) -> lis
             added.entries[piece.sender].append(send)
         added.entries[piece.receiver].append(send if meets else recv)
         received[n, piece.receiver, piece.step, piece.part] = recv, piece.received
+        everything.setdefault((n, piece.receiver), []).append((recv, piece.received))
         added.note(send, began, *([before] if before != NO_OP else []))
         added.note(recv, piece.received, send)
     for n, (run, added) in enumerate(zip(runs, out, strict=True)):
         for i, draft in run.drafts.items():
-            mine = [found for key, found in received.items() if key[:2] == (n, i)]
+            mine = everything[n, i]
             gap = max(0, draft.end - max(time for _, time in mine))
             leave = graph.add_op(f"{draft.name} received", OpKind.RECV, rank=ranks[i], gap=gap)
             added.leave[i] = added.note(leave, draft.end, *(op for op, _ in mine))

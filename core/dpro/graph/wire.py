@@ -341,22 +341,32 @@ def _cut(links: dict[int, _Link], steps: int) -> Exchange | None:
     """
     most = min(len(link.calls) for link in links.values()) // steps
     for parts in range(min(_MAX_PARTS, max(1, most)), 0, -1):
-        bounds = {i: link.bounds(steps * parts) for i, link in links.items()}
-        if parts > 1 and not all(fits for _, fits in bounds.values()):
-            continue
-        times = {i: _times(link, bounds[i][0]) for i, link in links.items()}
-        before = {link.receiver: i for i, link in links.items()}
-        late = [np.min(times[i][0][parts:] - times[before[i]][1][:-parts], initial=0) for i in links]
-        if min(late) >= -_CAUSAL_NS:
-            pieces = [
-                Piece(i, link.receiver, k // parts, k % parts, size, called, called, received)
-                for i, link in links.items()
-                for k, (size, called, received) in enumerate(
-                    zip(np.diff(bounds[i][0]).tolist(), *(each.tolist() for each in times[i]), strict=True)
-                )
-            ]
-            return Exchange(steps, parts, pieces)
+        bounds: dict[int, Rows] = {}
+        for i, link in links.items():
+            bounds[i], fits = link.bounds(steps * parts)
+            if parts > 1 and not fits:
+                break
+        else:
+            pieces = _pieces(links, bounds, parts)
+            if pieces:
+                return Exchange(steps, parts, pieces)
     return None
+
+
+def _pieces(links: dict[int, _Link], bounds: dict[int, Rows], parts: int) -> list[Piece]:
+    """The pieces of a cut; none where a rank would have sent on what it had not received."""
+    times = {i: _times(link, bounds[i]) for i, link in links.items()}
+    before = {link.receiver: i for i, link in links.items()}
+    late = [np.min(times[i][0][parts:] - times[before[i]][1][:-parts], initial=0) for i in links]
+    if min(late) < -_CAUSAL_NS:
+        return []
+    return [
+        Piece(i, link.receiver, k // parts, k % parts, size, called, called, received)
+        for i, link in links.items()
+        for k, (size, called, received) in enumerate(
+            zip(np.diff(bounds[i]).tolist(), *(each.tolist() for each in times[i]), strict=True)
+        )
+    ]
 
 
 def _times(link: _Link, bounds: Rows) -> tuple[Rows, Rows]:
