@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +31,12 @@ _TAG_SHARE = 0.9
 _ALIKE = 0.02
 _MAX_PARTS = 64
 _NEVER = -(2**60)
+_TURN = ("sender", "receiver", "nbytes", "called", "began", "received")
 #: What was received is known to the sender at once, but for the order in which two threads read the clock.
 _CAUSAL_NS = 20_000
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One part of one ring step on one link direction. Times in ns; ``sender``/``receiver`` index the traces."""
 
     sender: int
@@ -53,11 +54,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective as pieces: ``steps`` ring steps of ``parts`` each, on every link direction of the ring."""
+    """A collective as pieces: ``steps`` ring steps of ``parts`` each, on every link direction of the ring.
+
+    ``table`` is int64 [pieces, fields of :class:`Piece`]: captures have a hundred thousand, and few become ops.
+    """
 
     steps: int
     parts: int
-    pieces: list[Piece]
+    table: Rows
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        return [Piece(*row) for row in self.table.tolist()]
 
 
 @dataclass
@@ -222,10 +230,8 @@ def _link_use(found: Messages, columns: _Columns) -> list[LinkUse]:
     for sender, receiver in _pairs(columns, chosen):
         rows = np.flatnonzero(chosen & (columns.sender == sender) & (columns.receiver == receiver))
         rows = rows[np.argsort(columns.recv_end[rows], kind="stable")]
-        # One link, whatever the streams: a message's turn comes when the one before it was through.
-        before = np.concatenate([[-(2**62)], np.maximum.accumulate(columns.recv_end[rows])[:-1]])
         sent, done = columns.send_start[rows], columns.recv_end[rows]
-        began = np.minimum(np.maximum(sent, before), np.maximum(sent, done))
+        began = _turns(sent, done)  # one link, whatever the streams
         calls = np.unique(columns.send_row[rows], return_index=True)[1]  # the first that was received of each
         out.append(
             LinkUse(
@@ -347,26 +353,27 @@ def _cut(links: dict[int, _Link], steps: int) -> Exchange | None:
             if parts > 1 and not fits:
                 break
         else:
-            pieces = _pieces(links, bounds, parts)
-            if pieces:
-                return Exchange(steps, parts, pieces)
+            table = _pieces(links, bounds, parts)
+            if table is not None:
+                return Exchange(steps, parts, table)
     return None
 
 
-def _pieces(links: dict[int, _Link], bounds: dict[int, Rows], parts: int) -> list[Piece]:
-    """The pieces of a cut; none where a rank would have sent on what it had not received."""
+def _pieces(links: dict[int, _Link], bounds: dict[int, Rows], parts: int) -> Rows | None:
+    """The pieces of a cut; None where a rank would have sent on what it had not received."""
     times = {i: _times(link, bounds[i]) for i, link in links.items()}
     before = {link.receiver: i for i, link in links.items()}
     late = [np.min(times[i][0][parts:] - times[before[i]][1][:-parts], initial=0) for i in links]
     if min(late) < -_CAUSAL_NS:
-        return []
-    return [
-        Piece(i, link.receiver, k // parts, k % parts, size, called, called, received)
-        for i, link in links.items()
-        for k, (size, called, received) in enumerate(
-            zip(np.diff(bounds[i]).tolist(), *(each.tolist() for each in times[i]), strict=True)
-        )
-    ]
+        return None
+    tables = []
+    for i, link in links.items():
+        called, received = times[i]
+        k = np.arange(len(called))
+        same = np.ones_like(k)
+        columns = (i * same, link.receiver * same, k // parts, k % parts, np.diff(bounds[i]), called, called, received)
+        tables.append(np.stack(columns, axis=1).astype(np.int64))
+    return np.concatenate(tables)
 
 
 def _times(link: _Link, bounds: Rows) -> tuple[Rows, Rows]:
@@ -378,15 +385,22 @@ def _times(link: _Link, bounds: Rows) -> tuple[Rows, Rows]:
 
 def _take_turns(exchanges: dict[int, Exchange], links: list[LinkUse]) -> None:
     """Fill ``began`` of all pieces: a link direction serves one at a time, in the order they arrived."""
-    use = {(link.sender, link.receiver): link for link in links}
-    free: dict[tuple[int, int], int] = {}
-    places = [(p.received, p.called, c, k) for c, e in exchanges.items() for k, p in enumerate(e.pieces)]
-    for received, called, c, k in sorted(places):
-        pieces = exchanges[c].pieces
-        piece = pieces[k]
-        key = (piece.sender, piece.receiver)
-        began = min(max(called, free.get(key, called)), max(called, received))
-        free[key] = max(received, began)
-        pieces[k] = Piece(**{**vars(piece), "began": began})
-        if key in use:
-            use[key].pieces.append((piece.nbytes, max(0, received - began)))
+    if not exchanges:
+        return
+    sender, receiver, nbytes, called, began, received = map(Piece._fields.index, _TURN)
+    table = np.concatenate([exchange.table for exchange in exchanges.values()])
+    for link in links:
+        rows = np.flatnonzero((table[:, sender] == link.sender) & (table[:, receiver] == link.receiver))
+        rows = rows[np.lexsort((table[rows, called], table[rows, received]))]
+        table[rows, began] = _turns(table[rows, called], table[rows, received])
+        busy = np.maximum(0, table[rows, received] - table[rows, began])
+        link.pieces = [(size, ns) for size, ns in np.stack([table[rows, nbytes], busy], axis=1).tolist()]
+    edges = np.cumsum([len(exchange.table) for exchange in exchanges.values()])
+    for exchange, part in zip(exchanges.values(), np.split(table, edges[:-1]), strict=True):
+        exchange.table[:] = part
+
+
+def _turns(called: Rows, received: Rows) -> Rows:
+    """When it was each one's turn on a link: at its call, or when all before were through; by ``received``."""
+    before = np.concatenate([[_NEVER], np.maximum.accumulate(received)[:-1]])
+    return np.asarray(np.minimum(np.maximum(called, before), np.maximum(called, received)), dtype=np.int64)
