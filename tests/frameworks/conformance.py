@@ -225,8 +225,8 @@ class AdapterContract:
     world_size = 2
     #: knobs that the adapter must have here, at least
     knobs: frozenset[Knob] = frozenset()
-    #: what goes together is decided by rank 0, and the framework records it there only
-    only_rank_0_sees_collectives = False
+    #: whether tensors have a fixed place in buckets; else rank 0 decides what goes together, and it alone sees it
+    bucketed = True
 
     def run(self, ranks: Ranks, folder: Path, check: str) -> list[Any]:
         found: Result = ranks.run(
@@ -255,16 +255,16 @@ class AdapterContract:
             assert one["ordered"]
             assert one["sorted"]
             assert min(one["work_per_step"]) > 0
-            if one["rank"][0] == 0 or not self.only_rank_0_sees_collectives:
-                assert min(one["collectives_per_step"]) > 0
+            if self.bucketed:
                 assert len(set(one["collectives_per_step"])) == 1
                 assert min(one["buckets"]) == 0
+            if self.bucketed or one["rank"][0] == 0:
+                assert min(one["collectives_per_step"]) > 0
             assert one["tensors"] == one["expected_tensors"]
             assert one["ranks_of_ready"] == list(range(len(one["tensors"])))
             assert one["same_after_saving"]
         assert all(one["ready"] == seen[0]["ready"] for one in seen)
-        if not self.only_rank_0_sees_collectives:
-            assert all(one["buckets"] == seen[0]["buckets"] for one in seen)
+        assert all(one["buckets"] == seen[0]["buckets"] for one in seen)
         assert sorted(one["rank"][0] for one in seen) == list(range(self.world_size))
 
     def test_an_aborted_capture_leaves_nothing_behind(self, ranks: Ranks, tmp_path: Path) -> None:

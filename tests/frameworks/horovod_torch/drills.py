@@ -16,6 +16,7 @@ from horovod.torch import optimizer as horovod_optimizer
 from torch import nn
 
 from tests.frameworks.horovod_torch.jobs import (
+    GROUPS,
     distribute,
     finish,
     fit,
@@ -286,3 +287,31 @@ def activated(tune: str, optimizers: int = 1, own_call: bool = False) -> dict[st
             "hooks": len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks),
             "gradient_hooks": sum(len(p._post_accumulate_grad_hooks or {}) for p in net.parameters()),
         }
+
+
+def captured(tune: str) -> dict[str, Any]:
+    """Two captures of one job, without and with groups: what went together, by the timeline of the last step."""
+    from dpro.trace.model import RankTrace
+    from dpro_integrations.horovod_capture import Capture
+    from dpro_integrations.horovod_groups import Groups
+
+    def together(trace: RankTrace) -> list[list[str]]:
+        names = [tensor.name for tensor in trace.tensors]
+        last = [c for row, c in sorted(trace.collectives.items()) if trace.step[row] == trace.steps - 1]
+        return sorted(sorted(names[number] for number in collective.tensors) for collective in last)
+
+    with job():
+        net = mlp()
+        optimizer = distribute(net)
+        fit(net, optimizer, None, 3)
+        named = dict(net.named_parameters())
+        found = []
+        for groups in (GROUPS, [[name] for name in named]):
+            Groups(optimizer).set([[named[name] for name in group] for group in groups])
+            fit(net, optimizer, None, 3)
+            capture = Capture(optimizer, usual_s=1.0)
+            for _ in range(2):
+                fit(net, optimizer, None, 1)
+                capture.mark_step()
+            found.append(together(capture.finish()))
+        return {"together": found}

@@ -9,4 +9,4 @@ from tests.frameworks.conformance import AdapterContract
 class TestHorovodTorch(AdapterContract):
     subject = "tests.frameworks.horovod_torch.subject:make"
     knobs = frozenset({Knob.GROUPS})
-    only_rank_0_sees_collectives = True
+    bucketed = False
