@@ -1,10 +1,11 @@
 """How right dpro's clock alignment is, on hosts whose clocks are known.
 
-Real jobs: gloo on a testbed whose hosts are in time namespaces, so that truth is what was asked for. No program can
-give them a drift of their own; where a case has one, the captured times of a host are stretched by it, and its name
-says so. ``dlrm8``: the public trace of eight ranks with offsets added (its ranks share a clock: found is then their
-ends' agreement). ``synthetic``: made-up traffic, and the same with one pair that contradicts the others, which is
-what the solver is for; ``seconds`` is then without the import of CVXPY, given beside it.
+Real jobs: gloo on a testbed whose hosts are in time namespaces, so that truth is what was asked for. A drift is made
+by Debian's ``faketime`` in the processes of every second host (truth is then what the kernel says, read beside it),
+or, where that is not installed, by stretching the captured times; the case's name says which. ``dlrm8``: the public
+trace of eight ranks with offsets added (its ranks share a clock: found is then their ends' agreement).
+``synthetic``: made-up traffic, and the same with one pair that contradicts the others, which is what the solver is
+for; ``seconds`` is then without the import of CVXPY, given beside it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.clocks_job import READINGS
 from benchmarks.testbed import Testbed
 from benchmarks.traffic import clock, ring, traffic
 from dpro.clock.align import align
@@ -36,6 +38,8 @@ REAL_MS: tuple[tuple[float, ...], ...] = (
     (0, 0), (0, 5), (0, -5), (0, 500), (0, -500), (0, 5, -5, 500), (0, -500, 500, 5),
 )  # fmt: skip
 DRIFT_PPM = 20.0
+#: under /usr/lib
+FAKETIME = "*/faketime/libfaketimeMT.so.1"
 
 
 def measure(name: str, traces: Sequence[RankTrace], truth: Sequence[Line], **more: Any) -> dict[str, Any]:
@@ -68,25 +72,44 @@ def measure(name: str, traces: Sequence[RankTrace], truth: Sequence[Line], **mor
 
 
 def real(offsets_ms: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """One job on hosts with these offsets, aligned as it is and with every second host's clock made to drift."""
+    """Two jobs on hosts with these offsets: with their clocks as they are, and every second host's made to drift."""
     offsets = [round(offset * MS) for offset in offsets_ms]
-    with tempfile.TemporaryDirectory(prefix="dpro-clocks-") as folder:
-        with Testbed(len(offsets), "1gbit", pin=True, clock_offsets_ns=offsets) as bed:
-            if bed.mode != "namespaces":
-                return
-            code = bed.run([sys.executable, "-m", "benchmarks.clocks_job", folder], timeout_s=120, quiet=True)
-        if code:
-            raise RuntimeError(f"the job on hosts with clocks {offsets_ms} ms ended with exit code {code}")
-        traces = load(Path(folder))
     name = f"{len(offsets)} hosts, {', '.join(f'{offset:+g}' for offset in offsets_ms)} ms"
-    truth = [Line(offsets[0] - offset, 0.0, 0) for offset in offsets]
-    yield measure(name, traces, truth)
-    for k in range(1, len(traces), 2):
-        middle = int(traces[k].step_bounds.mean())
-        slower = Line(0, -DRIFT_PPM / 1e6, middle)
-        stretch(traces[k], slower)
-        truth[k] = truth[k].after(slower.inverse())
-    yield measure(f"{name}, {DRIFT_PPM:g} ppm by stretching the captured times", traces, truth)
+    with Testbed(len(offsets), "1gbit", pin=True, clock_offsets_ns=offsets) as bed:
+        if bed.mode != "namespaces":
+            return
+        traces = run_job(bed)
+        # from a host's time to the machine's to the first host's
+        truth = [Line(offsets[0] - offset, 0.0, 0) for offset in offsets]
+        yield measure(name, traces, truth)
+        library = next(iter(sorted(Path("/usr/lib").glob(FAKETIME))), None)
+        if library is not None:
+            traces = run_job(bed, {"LD_PRELOAD": str(library), "FAKETIME": f"+0 x{1 + DRIFT_PPM / 1e6:.6f}"})
+            for k in range(1, len(traces), 2):
+                truth[k] = truth[k].after(_as_the_kernel_says(traces[k]))
+            yield measure(f"{name}, {DRIFT_PPM:g} ppm by faketime", traces, truth)
+        else:
+            for k in range(1, len(traces), 2):
+                slower = Line(0, DRIFT_PPM / 1e6, int(traces[k].step_bounds.mean()))
+                stretch(traces[k], slower)
+                truth[k] = truth[k].after(slower.inverse())
+            yield measure(f"{name}, {DRIFT_PPM:g} ppm by stretching the captured times", traces, truth)
+
+
+def run_job(bed: Testbed, on_every_second: Mapping[str, str] | None = None) -> list[RankTrace]:
+    """The traces of :mod:`benchmarks.clocks_job`; every second host with the environment given."""
+    with tempfile.TemporaryDirectory(prefix="dpro-clocks-") as folder:
+        command = [sys.executable, "-m", "benchmarks.clocks_job", folder]
+        job = bed.start(command, quiet=True, each=lambda host: (on_every_second or {}) if host % 2 else {})
+        if code := job.wait(120):
+            raise RuntimeError(f"the job ended with exit code {code}")
+        return load(Path(folder))
+
+
+def _as_the_kernel_says(trace: RankTrace) -> Line:
+    """From what the process read to what the kernel says, by two readings of both."""
+    (read, kernel), (read_after, kernel_after) = trace.meta.extra[READINGS]
+    return Line(kernel - read, (kernel_after - kernel) / (read_after - read) - 1, read)
 
 
 def stretch(trace: RankTrace, by: Line) -> None:

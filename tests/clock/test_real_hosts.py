@@ -17,4 +17,3 @@ def test_two_hosts_half_a_second_apart() -> None:
     for row in rows:
         assert row["source"] == ["messages"] and row["payload_matched_pct"] >= 99.9
         assert row["covered"] and row["offset_error_us_max"] <= 50
-    assert rows[1]["drift_ppm"][1] - rows[0]["drift_ppm"][1] == pytest.approx(clocks.DRIFT_PPM, abs=0.1)

@@ -223,13 +223,11 @@ def _residuals(traces: Sequence[RankTrace], shared: Rows, lines: Sequence[Line])
 
 
 def _know_peers(traces: Sequence[RankTrace], messages: Messages) -> None:
+    ranks = np.array([t.meta.rank if t.meta.rank >= 0 else i for i, t in enumerate(traces)], dtype=np.int32)
     ends = (messages.send_trace, messages.send_row), (messages.recv_trace, messages.recv_row)
     for (mine, rows), (theirs, _) in (ends, ends[::-1]):
-        for a, trace in enumerate(traces):
-            for b, other in enumerate(traces):
-                trace.columns["peer"][rows[(mine == a) & (theirs == b)]] = (
-                    other.meta.rank if other.meta.rank >= 0 else b
-                )
+        for index, trace in enumerate(traces):
+            trace.columns["peer"][rows[mine == index]] = ranks[theirs[mine == index]]
 
 
 def _clip_receives(traces: Sequence[RankTrace], messages: Messages) -> None:
