@@ -28,8 +28,8 @@ from dpro.trace import horovod as timelines
 from dpro.trace.model import EventKind, RankTrace, Tensor, TraceBuilder
 from dpro_integrations.torch_capture import StepCapture, clock_pair_ns
 
-#: Default of HOROVOD_CYCLE_TIME, ms (``common/operations.cc``).
-_CYCLE_MS = 1.0
+#: Defaults of HOROVOD_CYCLE_TIME, ms, and HOROVOD_FUSION_THRESHOLD, bytes (``common/operations.cc``).
+_CYCLE_MS, _FUSION_BYTES = 1.0, 128 << 20
 
 
 class Capture(StepCapture):
@@ -73,7 +73,7 @@ class Capture(StepCapture):
         meta.rank, meta.world_size = hvd.rank(), hvd.size()
         meta.framework = f"horovod {horovod.__version__}, torch {torch.__version__}"
         meta.source = "horovod_torch"
-        meta.extra["graph_info"] = {"cycle_ns": round(_cycle_ms() * 1e6)}
+        meta.extra["graph_info"] = _settings()
         main = trace.resources[_main_resource(trace)]
         more = TraceBuilder(meta)
         for name, number, start, end in self._spans:
@@ -176,11 +176,21 @@ class _Undo:
         self.remove = action
 
 
-def _cycle_ms() -> float:
+def _settings() -> dict[str, int]:
+    """What Horovod read from the environment: ``cycle_ns``, and ``fusion_bytes``, 0 if groups go alone.
+
+    With HOROVOD_DISABLE_GROUP_FUSION a gradient in no group is one of its own, too (``EnqueueTensorAllreduces``).
+    """
+    alone = os.environ.get("HOROVOD_DISABLE_GROUP_FUSION", "0").lower() not in ("", "0", "false")
+    fusion_bytes = 0 if alone else int(_number("HOROVOD_FUSION_THRESHOLD", _FUSION_BYTES))
+    return {"cycle_ns": round(_number("HOROVOD_CYCLE_TIME", _CYCLE_MS) * 1e6), "fusion_bytes": fusion_bytes}
+
+
+def _number(name: str, otherwise: float) -> float:
     try:
-        return float(os.environ.get("HOROVOD_CYCLE_TIME", _CYCLE_MS))
+        return float(os.environ.get(name, otherwise))
     except ValueError:
-        return _CYCLE_MS
+        return otherwise
 
 
 def _main_resource(trace: RankTrace) -> int:

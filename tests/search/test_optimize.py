@@ -18,6 +18,7 @@ from dpro.passes.tensor_fusion import Grouping, TensorFusion, captured
 from dpro.replay.oracle import replay_arrays
 from dpro.search.critical_path import optimize
 from dpro.search.defaults import HAND_TRIED_CAPS_MIB, ddp_default, ddp_uniform
+from dpro.search.judge import Judge
 from tests.passes.test_tensor_fusion import state
 from tests.search.graphs import ddp_graph
 
@@ -230,3 +231,27 @@ def test_nothing_to_search(missing: str) -> None:
     found = optimize(graph, knobs=knobs)
     assert (found.candidates, found.baseline_ms) == ([], expected)
     assert found.stopped not in ("", "no improvement left", "time budget")
+
+
+def test_groups_instead_of_caps() -> None:
+    graph = ddp_graph([MIB] * 4, 100_000, [100_000] * 4, groups=((0, 1, 2, 3),))
+    found = optimize(graph, knobs={Knob.GROUPS})
+    best = found.candidates[0]
+    assert best.plan.bucket_caps is None
+    assert best.plan.tensor_groups == [[f"p{t}" for t in group] for group in best.groups]
+    assert best.name.startswith(f"{len(best.groups)} groups of ")
+    assert best.predicted_ms < found.baseline_ms
+
+
+def test_what_horovod_makes_of_groups() -> None:
+    """1 MiB takes 1.149 ms (100 µs + 1 ns a byte), a gradient is ready every 0.5 ms from 0.5 ms on."""
+    graph = ddp_graph([MIB] * 4, 0, [500_000] * 4, dtypes=["float32", "float16", "float32", "float32"], groups=((0,),))
+    judge = Judge(graph, float("inf"))
+    alone = ((0,), (1,), (2,), (3,))
+    assert judge.together(alone) == alone  # without merging, as DDP
+    graph.info["fusion_bytes"] = 8 * MIB
+    # 0 from 0.5 to 1.65: 1 (1.0) and 2 (1.5) wait, of two dtypes; they end at 3.95, and 3 (2.0) has waited
+    assert judge.together(alone) == alone
+    assert judge.together(((3,), (0, 2), (1,))) == ((1,), (0, 2, 3))  # 1 from 1.0 to 2.15, then all of the rest
+    graph.info["fusion_bytes"] = 2 * MIB
+    assert judge.together(((3,), (0, 2), (1,))) == ((1,), (0, 2), (3,))

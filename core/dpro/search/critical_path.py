@@ -89,9 +89,10 @@ def optimize(
     with a clearly different number of buckets within 3 % of the best. With :attr:`Knob.BUCKET_CAP` alone
     only uniform caps are considered; with :attr:`Knob.BUCKET_VIEW` and :attr:`Knob.BATCHED_COPY` the best
     is also offered with DDP's other ways to copy gradients, where they save time. With :attr:`Knob.GROUPS`
-    plans have groups and no caps. A group may be any set of gradients, but in a queue served in the order in
-    which groups are complete nothing is gained by holding an early gradient back for a late group while a later
-    one goes ahead of it: runs of the ready order are all there is to search.
+    plans have groups and no caps (:meth:`~dpro.search.judge.Judge.together` says what Horovod makes of them).
+    A group may be any set of gradients, but in a queue served in the order in which groups are complete nothing
+    is gained by holding an early gradient back for a late group while a later one goes ahead of it: runs of the
+    ready order are all there is to search.
     ``result.stopped`` says why the search ended.
 
     ``graph.info["sync"]`` is the cost of a bucket; without it, it is fitted to the captured buckets (no host
@@ -109,7 +110,7 @@ def optimize(
         graph.info["sync"] = known or fit_buckets([graph])
         relieve(graph, graph.info["sync"])
         judge = Judge(graph, began + time_budget_s)
-        baseline_ns = judge.step_ns(captured(graph))
+        baseline_ns = judge.replayed_ns(captured(graph))
         if knobs & FUSION:
             _sweep_uniform(judge)
         if knobs & {Knob.BUCKET_LIST, Knob.GROUPS}:

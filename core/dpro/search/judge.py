@@ -44,6 +44,7 @@ class Judge:
         self._deadline_s = deadline_s
         self._fusion = TensorFusion()
         self._times: dict[Grouping, int] = {}
+        self._ready_ns: dict[int, int] | None = None
         order = ready_order(graph)
         bytes_of: dict[str, int] = {}
         for t in order:
@@ -59,8 +60,40 @@ class Judge:
     def step_ns(self, grouping: Grouping) -> int:
         """Replayed length of the step with these buckets; asked once, remembered."""
         if grouping not in self._times:
-            self._times[grouping] = self.replayed_ns(grouping)
+            self._times[grouping] = self.replayed_ns(self.together(grouping))
         return self._times[grouping]
+
+    def together(self, groups: Grouping) -> Grouping:
+        """What goes together of ``groups``, in the order in which it goes: they themselves, but for Horovod.
+
+        Horovod takes all groups that are complete when the channel is free, of one dtype and up to
+        ``graph.info["fusion_bytes"]`` (``FuseResponses`` in ``common/controller.cc``). Told from the step without
+        synchronisation, so without what transfers cost the host.
+        """
+        limit = int(self.graph.info.get("fusion_bytes", 0))
+        if not limit:
+            return groups
+        model, tensors = self.graph.info["sync"], self.graph.tensors
+        if self._ready_ns is None:
+            self._ready_ns = self._ready()
+        complete = [(max(self._ready_ns[t] for t in group), group) for group in groups]
+        pending = sorted(complete, key=lambda item: item[0])
+        out: list[tuple[int, ...]] = []
+        free = 0.0
+        while pending:
+            start = max(free, pending[0][0] + model.delay_ns)
+            turn = [group for at, group in pending if at <= start]
+            pending, went = pending[len(turn) :], len(out)
+            for dtype in dict.fromkeys(tensors[group[0]].dtype for group in turn):
+                fused: list[int] = []
+                for group in (group for group in turn if tensors[group[0]].dtype == dtype):
+                    if fused and sum(tensors[t].nbytes for t in (*fused, *group)) > limit:
+                        out.append(tuple(fused))
+                        fused = []
+                    fused += group
+                out.append(tuple(fused))
+            free = start + sum(model.time_ns(sum(tensors[t].nbytes for t in bucket)) for bucket in out[went:])
+        return tuple(out)
 
     def replayed_ns(self, grouping: Grouping) -> int:
         """The same for the graph as it is now, whatever else has been edited; not remembered."""
@@ -89,6 +122,19 @@ class Judge:
         main = set(self.main)
         sizes = [len(group) for group in grouping if group[0] in main]
         return tuple(np.cumsum(sizes).tolist())
+
+    def _ready(self) -> dict[int, int]:
+        """When each gradient is there on the last rank in the step without synchronisation, ns: one replay."""
+        mark = self._fusion.apply(self.graph, ())
+        try:
+            played, arrays = replay(self.graph), self.graph.arrays()
+        finally:
+            self.graph.undo(mark)
+        row = {op: i for i, op in enumerate(arrays.ids.tolist())}
+        found: dict[int, int] = {}
+        for (_, tensor), op in self.graph.out_op.items():
+            found[tensor] = max(found.get(tensor, 0), int(played.end[row[op]]))
+        return found
 
     def timeline(self) -> Timeline:
         """The step without synchronisation, for estimates: one replay."""

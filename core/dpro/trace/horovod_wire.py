@@ -48,7 +48,8 @@ def with_responses(trace: RankTrace, members: int) -> RankTrace:
     submitted, waited = _in_order(trace, SUBMIT), _in_order(trace, WAIT)
     sizes = np.array([tensor.nbytes for tensor in trace.tensors], dtype=np.int64)
     share = 2 * (members - 1) / members  # round a ring of n, each rank receives 2 (n - 1) / n of the bytes
-    cycle_ns = int(trace.meta.extra.get("graph_info", {}).get("cycle_ns", _CYCLE_NS))
+    told = trace.meta.extra.get("graph_info", {})
+    cycle_ns, alone = int(told.get("cycle_ns", _CYCLE_NS)), told.get("fusion_bytes") == 0
     builder = TraceBuilder(trace.meta)
     missed = sequence = 0
     for begin, end in trace.step_bounds.tolist():
@@ -65,33 +66,37 @@ def with_responses(trace: RankTrace, members: int) -> RankTrace:
                 continue
             carried = None
             numbers = ready[took]
-            handed = max(at for at, t in pending if t in numbers)
-            pending = [(at, t) for at, t in pending if t not in numbers]
+            handed = {t: at for at, t in pending if t in numbers}
+            pending = [(at, t) for at, t in pending if t not in handed]
             # after copying out, the thread asks for bits again, at once where the cycle's time is over
             over = run.again if run.again - run.begun > cycle_ns else run.end
             over = max(run.end, min([over, *(had[t] for t in numbers if t in had)]))
-            sequence = _add(builder, trace, numbers, sizes, (min(max(run.begun, handed), run.start), over), sequence)
+            kinds = {t: (trace.tensors[t].dtype, at if alone else 0) for t, at in handed.items()}
+            span = min(max(run.begun, *handed.values()), run.start), over
+            sequence = _add(builder, kinds, sizes, span, sequence)
         missed += bool(pending)
-    told = merged(trace, builder)
+    out = merged(trace, builder)
     if missed:
-        told.warnings.append(f"{missed} step(s) with gradients whose way over the wire could not be told")
-    return told
+        out.warnings.append(f"{missed} step(s) with gradients whose way over the wire could not be told")
+    return out
 
 
 def _add(
     builder: TraceBuilder,
-    trace: RankTrace,
-    numbers: list[int],
+    kinds: dict[int, tuple[str, int]],
     sizes: npt.NDArray[np.int64],
     span: tuple[int, int],
     sequence: int,
 ) -> int:
-    """Rows for what ran in ``span``: a response for each dtype, one after another. Returns the next number."""
-    by_dtype: dict[str, list[int]] = {}
-    for t in numbers:
-        by_dtype.setdefault(trace.tensors[t].dtype, []).append(t)
-    total, at, start = int(sizes[numbers].sum()), 0, span[0]
-    for dtype, some in by_dtype.items():
+    """Rows for what ran in ``span``: a response for each kind (dtype, group), one after another.
+
+    ``kinds``: by gradient. Returns the next number.
+    """
+    by_kind: dict[tuple[str, int], list[int]] = {}
+    for t, kind in kinds.items():
+        by_kind.setdefault(kind, []).append(t)
+    total, at, start = int(sizes[list(kinds)].sum()), 0, span[0]
+    for (dtype, _), some in by_kind.items():
         nbytes = int(sizes[some].sum())
         at += nbytes
         end = span[0] + round((span[1] - span[0]) * at / total)
