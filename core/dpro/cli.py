@@ -307,7 +307,7 @@ def export(
 
     files.claim(perfetto, path)
     traces = _load(path)
-    graph = _assemble(path, traces)
+    graph = _assemble(path, traces, messages=True)
     result = run(graph)
     with files.naming(perfetto):
         events = write(graph, result, perfetto, critical=critical_path(graph, result), measured=traces)
@@ -414,12 +414,12 @@ def _load(path: Path) -> list[RankTrace]:
     return traces
 
 
-def _assemble(path: Path, traces: list[RankTrace]) -> Graph:
+def _assemble(path: Path, traces: list[RankTrace], messages: bool = False) -> Graph:
     """The median step, alone: a replay of the very window it is compared with could not be wrong."""
     from dpro.graph.assemble import assemble
     from dpro.replay.whatif import MAX_TOTAL_NS, total_ns
 
-    graph = assemble(traces)
+    graph = assemble(traces, messages=messages)
     if not len(graph):
         raise TraceError(path, "no op in its steps: nothing to replay")
     if total_ns(graph) >= MAX_TOTAL_NS:

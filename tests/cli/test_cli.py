@@ -175,7 +175,7 @@ def test_optimize_of_a_job_without_gradients_says_so(tmp_path: Path, trace: Path
 def test_optimize_writes_the_plan_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trace: Path) -> None:
     """Four gradients of 2 MB in one bucket: nothing of its 8.1 ms is hidden behind 12 ms of backward."""
     monkeypatch.setattr(
-        "dpro.graph.assemble.assemble", lambda traces: ddp_graph([2_000_000] * 4, 1_000_000, [3_000_000] * 4)
+        "dpro.graph.assemble.assemble", lambda traces, **_: ddp_graph([2_000_000] * 4, 1_000_000, [3_000_000] * 4)
     )
     answer = ask("optimize", trace, "-o", tmp_path / "plan.json")
     assert answer["baseline_ms"] == pytest.approx(1 + 12 + 8.1)
