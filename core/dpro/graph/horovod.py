@@ -5,8 +5,8 @@ takes what all ranks have handed in, once a cycle, and reduces it as one respons
 thread waits for gradient after gradient (``horovod::wait``) before the optimizer goes on. A response thus
 starts when its last member is there on the last rank and the one before it is through.
 
-Only the coordinator knows what went into a response, and only if it keeps a timeline. As responses run in
-the same order everywhere, :func:`with_responses` tells the other ranks.
+What went into a response is told by the coordinator's timeline, if it keeps one, or by the bytes on the wire. As
+responses run in the same order everywhere, :func:`with_responses` can tell a rank that sees neither.
 """
 
 from __future__ import annotations
