@@ -18,7 +18,7 @@ import pytest
 
 from dpro import _native
 from dpro.trace import wire
-from dpro.trace.model import COLUMNS, Collective, EventKind, Meta, RankTrace, TraceBuilder
+from dpro.trace.model import EventKind
 from tests.trace import wire_library
 
 pytestmark = pytest.mark.skipif(bool(wire.supported()), reason=wire.supported() or "-")
@@ -493,40 +493,3 @@ def test_a_thousand_times_on_and_off_under_load(library: ctypes.CDLL, ends: Ends
 def _resident_kib() -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0])
-
-
-# -- rows of a trace -----------------------------------------------------------------------------
-
-
-def test_rows_are_merged_into_a_trace(library: ctypes.CDLL, ends: Ends) -> None:
-    frame = np.array([148, 1, 5, 0, 100, 0], dtype=np.uint64).tobytes() + bytes(100)
-    with wire.capture(NAME) as seen:
-        library.x_write(ends[0].fileno(), ctypes.create_string_buffer(frame), 148)
-        library.x_read(ends[1].fileno(), buffer(48), 48)
-        library.x_read(ends[1].fileno(), buffer(100), 100)
-        library.x_write(ends[1].fileno(), buffer(99), 99)
-    start, end = seen.events.start, seen.events.end
-    builder = TraceBuilder(Meta(rank=0))
-    builder.add("late", EventKind.COLLECTIVE, "thread/1", int(end[3]), int(end[3]) + 5, Collective("all_reduce"))
-    builder.add("early", EventKind.CPU_OP, "thread/1", int(start[0]) - 10, int(start[0]) - 5)
-    trace = builder.freeze([(int(start[0]) - 20, int(start[1]))])
-    merged = wire.append(trace, seen.events)
-    assert [merged.names[k] for k in merged.name] == ["early", "payload", "control", "payload", "message", "late"]
-    assert merged.kind.tolist() == [0, 7, 8, 8, 7, 4]
-    there, back = stream_name(ends[0]), stream_name(ends[1])
-    assert [merged.resources[k] for k in merged.resource] == ["thread/1", there, there, there, back, "thread/1"]
-    assert merged.flow.tolist() == [-1, 5, 5, 5, -1, -1]
-    assert merged.offset.tolist() == [-1, 0, 0, 48, 0, -1]
-    assert merged.nbytes.tolist() == [-1, 148, 48, 100, 99, -1]
-    assert merged.step.tolist() == [0, 0, -1, -1, -1, -1]
-    assert merged.collectives == {5: Collective("all_reduce")}
-    assert {key: column.dtype.str[1:] for key, column in merged.columns.items()} == COLUMNS
-    assert len(trace) == 2 and trace.resources == ["thread/1"]
-
-
-def test_no_rows_to_merge(tmp_path: Path) -> None:
-    builder = TraceBuilder(Meta(rank=0))
-    builder.add("op", EventKind.CPU_OP, "thread/1", 0, 5)
-    merged = wire.append(builder.freeze([]), wire.Seen().events)
-    merged.save(tmp_path / "trace.npz")
-    assert len(RankTrace.load(tmp_path / "trace.npz")) == 1
