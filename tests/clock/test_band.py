@@ -53,6 +53,15 @@ def test_contradiction_gives_way_by_half() -> None:
     assert found.farthest(*found.middle(), [0]) >= 10
 
 
+def test_many_points_have_the_hull_of_all_of_them() -> None:
+    # a parabola whose top points are corners, half of them, under a cloud that is not
+    rng = np.random.default_rng(0)
+    at = np.sort(rng.uniform(-1e6, 1e6, 20_000))
+    value = -(at**2) / 1e10 - np.where(np.arange(20_000) % 2, rng.exponential(50, 20_000), 0.0)
+    found = band(np.stack([at, value], axis=1), points((0, 1e4)))
+    assert {tuple(corner) for corner in found.low.tolist()} >= {(at[k], value[k]) for k in range(100, 19_900, 2)}
+
+
 coordinates = st.tuples(st.integers(-1_000_000, 1_000_000), st.integers(-300, 300))
 
 

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 #: the most that two clocks can differ in rate: Linux slews a clock by 500 ppm at most, and quartz is far better
 MAX_DRIFT = 1e-3
+
+#: of which the highest point is taken for a first hull
+_PARTS = 256
+_ROUNDING_NS = 1e-3
 
 Floats = npt.NDArray[np.float64]
 
@@ -97,16 +102,27 @@ def _zero(drifts: Floats, width: Floats, k: int) -> float:
 def _upper_hull(points: Floats) -> Floats:
     """Corners of the upper hull, by time, of all that some line of at most ``MAX_DRIFT`` can touch.
 
-    A point below the cone (slopes ±MAX_DRIFT) of another is never touched; that leaves few of millions of points
-    for the monotone chain (Andrew, 1979).
+    A point below the cone (slopes ±MAX_DRIFT) of another is never touched, and one below the hull of some of the
+    points is no corner: that leaves few of millions for the monotone chain.
     """
     points = points[np.lexsort((points[:, 1], points[:, 0]))]
     rising = points[:, 1] + MAX_DRIFT * points[:, 0]
     falling = points[:, 1] - MAX_DRIFT * points[:, 0]
     keep = rising >= np.maximum.accumulate(rising)
     keep &= falling >= np.maximum.accumulate(falling[::-1])[::-1]
+    points = points[keep]
+    if len(points) > 2 * _PARTS:
+        edges = np.linspace(0, len(points), _PARTS + 1).astype(np.int64).tolist()
+        highest = [a + int(points[a:b, 1].argmax()) for a, b in pairwise(edges)]
+        below = _chain(points[np.unique([0, *highest, len(points) - 1])])
+        points = points[points[:, 1] >= np.interp(points[:, 0], below[:, 0], below[:, 1]) - _ROUNDING_NS]
+    return _chain(points)
+
+
+def _chain(points: Floats) -> Floats:
+    """Upper hull of points sorted by time, then value: the monotone chain (Andrew, 1979)."""
     hull: list[tuple[float, float]] = []
-    for x, y in points[keep].tolist():
+    for x, y in points.tolist():
         while hull and hull[-1][0] == x:  # sorted: the later one is the higher
             hull.pop()
         while len(hull) > 1 and _turns_left(hull[-2], hull[-1], (x, y)):
