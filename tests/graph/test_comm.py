@@ -180,3 +180,15 @@ def test_a_fused_plan_costs_the_same_on_both_forms() -> None:
     # one launch of 10 less: ready at 390; 10 + 4,000 bytes at 20 ns; the first copy, whose own bucket was long there,
     # came 170 after the last launch; two copies, then as it was
     assert found[0][1] == (390 + 90 + 170 + 20 + 110) * US
+
+
+def test_votes_over_the_same_streams_are_no_part_of_a_collective() -> None:
+    # one tag for all, as Horovod has it; right after rank 1 left it sends a vote, which rank 0 reads much later
+    reduces = [AllReduce(2_000, [120, 160], [320, 315], [*two_ranks()[0].messages, (1, 0, 316, 1_900, 8)], 0)]
+    second = two_ranks(0)[0]
+    second.launched, second.left = [2_120, 2_160], [2_320, 2_315]
+    second.messages = [(s, r, a + 2_000, b + 2_000, n) for s, r, a, b, n in second.messages]
+    graph = assemble(job([*reduces, second], used=[2_325, 2_318], end=2_400), messages=True)
+    assert graph.info["messages"]["attributed_share"] == pytest.approx(1 - 8 / 8_008)
+    assert graph.info["messages"]["collectives_with_all_messages"] == 2
+    assert times(graph)["gloo:all_reduce received @0"] == (2_320, 2_320)

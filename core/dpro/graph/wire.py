@@ -24,7 +24,7 @@ from dpro.trace.model import EventKind, RankTrace
 Rows = npt.NDArray[np.int64]
 
 #: Socket calls of a run may begin and end this much outside it: profiler and tracer take their own times.
-_SLACK_NS = 1_000_000
+_SLACK_NS = 200_000
 #: A tag belongs to one collective if at least this share of its bytes falls into that one's run.
 _TAG_SHARE = 0.9
 #: Links of a ring carry the same bytes, but for headers and the last part's missing elements.
@@ -168,7 +168,20 @@ def _attribute(traces: Sequence[RankTrace], shared: Rows, columns: _Columns) -> 
         for i, run in enumerate(runs):
             rest = payload[(rank[payload] == i) & (out[payload] < 0)]
             out[rest] = run.at(times[rest])
+            out[rest] = np.where(_within(runs, columns, rest, out[rest]), out[rest], -1)
     return out
+
+
+def _within(runs: list[_Runs], columns: _Columns, rows: Rows, collective: Rows) -> npt.NDArray[np.bool_]:
+    """Whether each was sent and received in the runs of its collective: Horovod votes over the same streams."""
+    begin, end = np.stack([run.start for run in runs]), np.stack([run.end for run in runs])
+    sender, receiver = columns.sender[rows], columns.receiver[rows]
+    return np.asarray(
+        (columns.send_start[rows] >= begin[sender, collective] - _SLACK_NS)
+        & (columns.recv_end[rows] <= end[receiver, collective] + _SLACK_NS)
+        & (begin[receiver, collective] != _NEVER)
+        & (collective >= 0)
+    )
 
 
 def _alike(rows: Rows, keys: list[Rows]) -> list[Rows]:
