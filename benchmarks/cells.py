@@ -36,6 +36,9 @@ LINKS = {"1gbit": "1gbit", "200mbit": "200mbit", "loopback": UNSHAPED}
 CLOCKS_NS = (5_000_000, -5_000_000)
 #: The frameworks' own chatter is not what the figures are about.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99", "PYTHONWARNINGS": "ignore"}
+#: Without the first Horovod fuses explicit groups as it does single tensors, for which it means nothing. Every grouping
+#: has names of its own: with all arms of a sweep they are more than the cache of responses usually holds.
+_HOROVOD = {"HOROVOD_DISABLE_GROUP_FUSION": "1", "HOROVOD_CACHE_CAPACITY": "16384"}
 _POLL_S = 0.02
 
 
@@ -85,9 +88,7 @@ class JobSet:
             command = [python, "-m", "benchmarks.matrix_job", "--folder", str(self.folder), "--model", self.jobs.model]
             command += ["--comm", self.jobs.comm] + ["--emulated"] * self.jobs.emulated
             if self.jobs.comm == "horovod":
-                # without it Horovod fuses explicit groups like single tensors; for single tensors it means nothing
-                env = {"HOROVOD_DISABLE_GROUP_FUSION": "1", **self._env}
-                self._job = horovod.start(self.bed, command, env, str(ROOT), python=python)
+                self._job = horovod.start(self.bed, command, {**_HOROVOD, **self._env}, str(ROOT), python=python)
             else:
                 self._job = self.bed.start(command, self._env, str(ROOT))
         except BaseException:
