@@ -1,0 +1,39 @@
+"""``DPRO=apply horovodrun … train.py``: the real launcher, the real .pth file, a script that knows nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from tests.backends.build import PYTHON
+from tests.frameworks.horovod_torch.conftest import HorovodRanks
+from tests.frameworks.launch import QUICK, ROOT, clean_environment
+
+SCRIPT = ROOT / "tests" / "frameworks" / "scripts" / "unchanged_horovod.py"
+
+
+def horovodrun(folder: Path, **env: str) -> str:
+    """Output of the script on two ranks; the launcher must end well."""
+    folder.mkdir()
+    command = [str(PYTHON.with_name("horovodrun")), "--gloo", "-np", "2", "-H", "localhost:2", str(PYTHON), str(SCRIPT)]
+    given = clean_environment(**(QUICK | {"DPRO_RUNS_DIR": str(folder / "runs")} | env))
+    done = subprocess.run(
+        command, cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def weights(output: str) -> list[str]:
+    return sorted(re.findall(r"rank \d trained to [0-9a-f]{64}", output))
+
+
+def test_an_unchanged_horovod_script_is_tuned_and_trains_to_the_same_bits(ranks: HorovodRanks, tmp_path: Path) -> None:
+    without = horovodrun(tmp_path / "without")
+    found = horovodrun(tmp_path / "with", DPRO="apply", DPRO_CAPTURE_STEPS="3", DPRO_MIN_GAIN="0")
+    assert len(weights(without)) == 2
+    assert weights(found) == weights(without)
+    assert "dpro" not in without.replace(str(ROOT), "")
+    assert "dpro: profiling steps 7 to 9 of 2 ranks" in found
+    assert len(list((tmp_path / "with" / "runs").iterdir())) == 1
