@@ -206,8 +206,8 @@ def test_an_exception_of_the_users_ends_the_job_as_ever(ranks: HorovodRanks, tmp
     assert "HorovodInternalError" in found.logs[0]
 
 
-def test_a_rank_that_joins_early(ranks: HorovodRanks, tmp_path: Path) -> None:
-    """hvd.join() with a kept plan."""
+def test_ranks_that_join_at_the_end(ranks: HorovodRanks, tmp_path: Path) -> None:
+    """hvd.join() with a kept plan; one that joins early breaks Horovod's groups, see docs/horovod.md."""
     found = both(ranks, tmp_path, f"{DRILLS}:joined")
     kept(found)
 
