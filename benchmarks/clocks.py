@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks.clocks_job import READINGS
 from benchmarks.testbed import Testbed
+from benchmarks.testbed.job import interruptible
 from benchmarks.traffic import clock, ring, traffic
 from dpro.clock.align import align
 from dpro.clock.line import IDENTITY, Line
@@ -163,12 +164,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     args = parser.parse_args(argv)
     rows = []
-    for row in cases():
-        rows.append(row)
-        if not args.json:
-            error = f"{row['offset_error_us_median']:6.1f} us, worst {row['offset_error_us_max']:6.1f}"
-            sure = f"{'inside' if row['covered'] else 'OUTSIDE'} ± {row['uncertainty_us_max']:.1f}"
-            print(f"{row['case']:70} {error}  {sure}  {row['seconds']:.2f} s")
+    with interruptible():
+        for row in cases():
+            rows.append(row)
+            if not args.json:
+                error = f"{row['offset_error_us_median']:6.1f} us, worst {row['offset_error_us_max']:6.1f}"
+                sure = f"{'inside' if row['covered'] else 'OUTSIDE'} ± {row['uncertainty_us_max']:.1f}"
+                print(f"{row['case']:70} {error}  {sure}  {row['seconds']:.2f} s")
     if args.json:
         print(json.dumps(rows, indent=1))
 
