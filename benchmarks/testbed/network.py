@@ -217,7 +217,7 @@ class Network:
     def _shape(self) -> None:
         bits_per_s = parse_rate(self.rate)
         # A bucket must hold a whole GSO packet (64 KiB) and what the rate passes between two timer ticks.
-        burst_bytes = max(256 * 1024, bits_per_s // 8 // 1000)
+        burst_bytes = max(64 * 1024, bits_per_s // 8 // 1000)
         tbf = ("tbf", "rate", f"{bits_per_s}bit", "burst", str(burst_bytes), "latency", "50ms")
         for name in self.names:
             _sh("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", *tbf)
