@@ -16,6 +16,8 @@ FRAMEWORKS = {
     "torch", "torchvision", "lightning", "pytorch_lightning", "tensorflow", "keras", "tf_keras", "mxnet", "horovod",
     "byteps", "jax", "transformers",
 }  # fmt: skip
+#: What an integration may import by the prefix of its name: it is of no use, and not imported, where that is not.
+OWN_FRAMEWORKS = {"torch_": {"torch"}, "horovod_": {"horovod", "torch"}}
 
 #: From the ground up; an import goes down, or stays on its floor.
 FLOORS: list[set[str]] = [
@@ -121,8 +123,9 @@ def test_no_framework_is_imported_with_the_module(path: Path) -> None:
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found.add((node.module or "").split(".")[0])
-    if path.stem.startswith("torch_"):  # of no use, and not imported, where torch is not
-        found -= {"torch"}
+    for prefix, own in OWN_FRAMEWORKS.items():
+        if path.stem.startswith(prefix):
+            found -= own
     assert not found & FRAMEWORKS, f"{path.name} imports {sorted(found & FRAMEWORKS)} before the user did"
 
 
