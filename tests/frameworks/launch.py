@@ -57,7 +57,8 @@ class Result:
 def clean_environment(**more: str) -> dict[str, str]:
     """The environment less what tunes or places a job, plus what keeps a small machine quiet."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("DPRO", "TORCHELASTIC", "PYTEST"))}
-    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    # without bytecode on disk every process would compile torch anew, which takes longer than most jobs
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONDONTWRITEBYTECODE"):
         kept.pop(key, None)
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
     return kept | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path} | more
