@@ -1,6 +1,7 @@
 """Activation by environment for Horovod: ``DPRO=apply horovodrun … train.py`` on an unchanged script.
 
-``autoload`` calls :func:`attach` when the job imports ``horovod.torch``, before it can call ``hvd.init()``.
+``autoload`` calls :func:`attach` when the job imports ``horovod.torch``. What Horovod reads from the environment
+stays as the job has it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-#: What Horovod reads once, in hvd.init(). Neither changes what a job without groups of its own does.
-_BEFORE_INIT = {"HOROVOD_TIMELINE": "DYNAMIC", "HOROVOD_DISABLE_GROUP_FUSION": "1"}
-
 
 def attach(module: ModuleType) -> None:
     """Tune the first ``DistributedOptimizer`` that the job makes.
@@ -20,11 +18,6 @@ def attach(module: ModuleType) -> None:
     Args:
         module: ``horovod.torch.optimizer``.
     """
-    from horovod.torch import mpi_ops
-
-    if "HOROVOD_RANK" in os.environ and not mpi_ops.is_initialized():
-        for name, value in _BEFORE_INIT.items():
-            os.environ.setdefault(name, value)
     # every optimizer's class is made from this one's dictionary
     wrapper: Any = module._DistributedOptimizer
     construct = wrapper.__init__
@@ -60,7 +53,7 @@ class _Watch:
         self._restore = restore
         self._tuner: Any = None
         self._over = False
-        self._steps = Steps(optimizer, self._stepped)
+        self._steps = Steps(optimizer, self._stepped, self._joining)
 
     def second_optimizer(self) -> None:
         """One tuner can't tell the all-reduces of two optimizers apart."""
@@ -82,6 +75,11 @@ class _Watch:
         except Exception as error:  # the job comes first
             self._stop()
             _say(error)
+
+    def _joining(self) -> None:
+        if self._tuner is not None:
+            self._tuner.close()
+        self._stop()
 
     def _begin(self) -> bool:
         """At the end of the first step: all ranks are there then, or will be soon."""

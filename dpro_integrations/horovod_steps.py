@@ -1,21 +1,30 @@
-"""The end of every step of a Horovod optimizer. Knows nothing of tuning."""
+"""The end of every step of a Horovod optimizer, and ``hvd.join()``. Knows nothing of tuning."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import horovod.torch as hvd
 import torch
+from horovod.torch import mpi_ops
 
 
 class Steps:
     """Calls ``action`` once after each step of ``optimizer``, until :meth:`stop`.
 
+    Args:
+        optimizer: made by ``hvd.DistributedOptimizer``.
+        action: may call :meth:`stop`.
+        joining: called when the job calls ``hvd.join()``, before this rank joins: its data have ended, and the
+            steps of other ranks may go on without it. Must not raise.
+
     A ``DistributedOptimizer`` is an optimizer within an optimizer: torch runs its hooks for both, so that
     one step has two ends. The first one after a begin counts: the update is made by then.
     """
 
-    def __init__(self, optimizer: Any, action: Callable[[], None]) -> None:
+    def __init__(self, optimizer: Any, action: Callable[[], None], joining: Callable[[], None]) -> None:
         self._optimizer = optimizer
         self._action = action
         self._open = False
@@ -24,6 +33,20 @@ class Steps:
             optimizer.register_step_pre_hook(torch.compiler.disable(self._begin)),
             optimizer.register_step_post_hook(torch.compiler.disable(self._end)),
         ]
+        original = mpi_ops.join
+
+        @functools.wraps(original)
+        def join(*args: Any, **kwargs: Any) -> Any:
+            joining()
+            return original(*args, **kwargs)
+
+        def undo() -> None:
+            for module in (hvd, mpi_ops):
+                if module.join is join:
+                    module.join = original
+
+        hvd.join = mpi_ops.join = join
+        self._unpatch = undo
 
     def stop(self) -> None:
         """No more calls; the hooks themselves go when the next gradient is there.
@@ -31,6 +54,7 @@ class Steps:
         We may be called by such a hook, and torch walks the live dictionary of them.
         """
         self._action = _nothing
+        self._unpatch()
         handles, self._handles = self._handles, []
         parameter = next(
             (p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad), None

@@ -97,8 +97,6 @@ class HorovodTorchAdapter:
             return "there are sparse gradients, which can't be grouped"
         if _switched_on("HOROVOD_AUTOTUNE"):
             return "HOROVOD_AUTOTUNE changes settings meanwhile"
-        if not _switched_on("HOROVOD_DISABLE_GROUP_FUSION"):
-            return "HOROVOD_DISABLE_GROUP_FUSION=1 was not set when Horovod started, so groups would not hold"
         return ""
 
     def obstacle(self) -> str:
@@ -286,4 +284,9 @@ def follow(tuner: Tuner, optimizer: torch.optim.Optimizer) -> None:
         if tuner.outcome is not None:
             steps.stop()
 
-    steps = Steps(optimizer, stepped)
+    def joining() -> None:
+        # the others go on without this rank; they need not wait for it at their next meeting
+        tuner.close()
+        steps.stop()
+
+    steps = Steps(optimizer, stepped, joining)

@@ -1,16 +1,10 @@
 """A plain Horovod loop, tuned: ``horovodrun --gloo -np 2 -H localhost:2 python examples/horovod_torch.py``."""
 
-import os
-
 import horovod.torch as hvd
 import torch
 from torch import nn
 
 from dpro_integrations.horovod_torch import autotune
-
-# read once, in hvd.init(): the timeline can be started later, and a group is one collective
-os.environ.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
-os.environ.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
 
 
 def main() -> None:

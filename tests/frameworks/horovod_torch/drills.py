@@ -256,16 +256,21 @@ def raising(tune: str, at: int) -> None:
         fit(net, optimizer, tuned(optimizer, tune), each=each)
 
 
-def joined(tune: str, steps: int = 50, fewer: int = 0) -> dict[str, Any]:
-    """Rank 1 has ``fewer`` batches and joins early, as Horovod's guide has it for uneven data."""
+def joined(tune: str, ended: list[int]) -> dict[str, Any]:
+    """Ranks have ``ended[rank]`` batches per epoch and join at its end, as Horovod's guide has it for uneven data."""
     decide(True)
+    join = hvd.join
     with job() as rank:
         net = mlp()
         optimizer = distribute(net)
         tuner = tuned(optimizer, tune)
-        fit(net, optimizer, tuner, steps - fewer * (rank == 1))
-        hvd.join()
-        return report(net, optimizer, tuner)
+        start = time.monotonic()
+        for _ in range(2):
+            fit(net, optimizer, tuner, ended[rank])
+            hvd.join()
+            # the one that joined last has all updates
+            hvd.broadcast_parameters(net.state_dict(), root_rank=ended.index(max(ended)))
+        return report(net, optimizer, tuner, took_s=time.monotonic() - start, restored=hvd.join is join)
 
 
 def activated(tune: str, optimizers: int = 1, own_call: bool = False) -> dict[str, Any]:

@@ -206,10 +206,18 @@ def test_an_exception_of_the_users_ends_the_job_as_ever(ranks: HorovodRanks, tmp
     assert "HorovodInternalError" in found.logs[0]
 
 
-def test_ranks_that_join_at_the_end(ranks: HorovodRanks, tmp_path: Path) -> None:
-    """hvd.join() with a kept plan; one that joins early breaks Horovod's groups, see docs/horovod.md."""
-    found = both(ranks, tmp_path, f"{DRILLS}:joined")
-    kept(found)
+@pytest.mark.parametrize(
+    ("ended", "verdict"),
+    [([30, 26], "KEPT"), ([26, 30], "KEPT"), ([30, 10], "STEPPED_ASIDE"), ([10, 30], "STEPPED_ASIDE")],
+    ids=str,
+)
+def test_a_rank_that_joins_early(ranks: HorovodRanks, tmp_path: Path, ended: list[int], verdict: str) -> None:
+    """With a kept plan; and at step 10, where one is on trial: the rank leaves the tuning, nobody waits for it."""
+    found = both(ranks, tmp_path, f"{DRILLS}:joined", ended=ended)
+    for value in found.values:
+        assert value["verdict"] == verdict, found.logs
+        assert value["restored"]
+        assert value["took_s"] < 15  # far from DPRO_TIMEOUT_S
 
 
 # -- activation by environment --------------------------------------------------------------------------
