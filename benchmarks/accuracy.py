@@ -1,7 +1,8 @@
 """How right the replay is: the accuracy matrix, and with ``--plans`` predictions of plans that were never run.
 
 A cell is one job on hosts with clocks of their own. In it un-profiled windows and captures take turns; each capture
-is replayed alone, and the mean of the replays is held against the mean of all un-profiled steps (the slowest rank's).
+is replayed alone and held against the mean of the un-profiled steps right before and after it (10 of them, the slowest
+rank's): machines drift, and a replay can't know the time of another minute. The cell's error is the mean over captures.
 The noise floor is how far the medians of two interleaved halves of the un-profiled windows lie apart: nothing finer
 can be told. A cell whose floor is above 2 % is run again, twice at most; the run with the lowest floor is kept.
 
@@ -17,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,24 @@ def figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
     halves = [statistics.median(float(ms) for window in plain[half::2] for ms in window) for half in (0, 1)]
     before = [float(ms) for window in plain[:2] for ms in window]
     after = [float(ms) for window in plain[2:] for ms in window]
-    replayed_ms = statistics.fmean(r.replayed_ms for r in played)
+    beside = [statistics.fmean([*plain[k + 1], *plain[k + 2]]) for k in range(len(played))]
+
+    def error_pct(replays_ms: Iterable[float]) -> float:
+        return share_pct(statistics.fmean(ms / near for ms, near in zip(replays_ms, beside, strict=True)), 1.0)
+
     low_ms, _, high_ms = statistics.quantiles(steps, n=4)
     return {
         "measured_ms": round(measured_ms, 2),
         "measured_median_ms": round(median_ms, 2),
         "measured_middle_half_ms": [round(low_ms, 2), round(high_ms, 2)],
         "measured_steps": len(steps),
-        "replayed_ms": round(replayed_ms, 2),
-        "replayed_each_ms": [round(r.replayed_ms, 2) for r in played],
-        "error_pct": share_pct(replayed_ms, measured_ms),
-        "daydream_error_pct": share_pct(statistics.fmean(r.daydream_ms for r in played), measured_ms),
-        "unaligned_error_pct": share_pct(statistics.fmean(r.unaligned_ms for r in played), measured_ms),
+        "replayed_ms": round(statistics.fmean(r.replayed_ms for r in played), 2),
+        "each_error_pct": [share_pct(r.replayed_ms, near) for r, near in zip(played, beside, strict=True)],
+        "error_pct": error_pct(r.replayed_ms for r in played),
+        "daydream_error_pct": error_pct(r.daydream_ms for r in played),
+        "unaligned_error_pct": error_pct(r.unaligned_ms for r in played),
         "noise_floor_pct": abs(share_pct(halves[0], halves[1])),
-        "capture_overhead_pct": share_pct(statistics.median(float(ms) for w in captured for ms in w), median_ms),
+        "capture_overhead_pct": error_pct(statistics.fmean(window) for window in captured),
         "after_overhead_pct": share_pct(statistics.median(after), statistics.median(before)),
         "warnings": list(dict.fromkeys(line for r in played for line in r.warnings)),
     }
@@ -157,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", nargs="+", type=int, default=None, help="default 2 4 8; 2 with --plans")
     parser.add_argument("--warmup", type=int, default=3, help="steps before a cell's first window")
     parser.add_argument("--steps", type=int, default=5, help="steps per window and per capture")
-    parser.add_argument("--captures", type=int, default=2, help="captures per cell; un-profiled windows are two more")
+    parser.add_argument("--captures", type=int, default=4, help="captures per cell; un-profiled windows are two more")
     parser.add_argument("--most-runs", type=int, default=MOST_RUNS, help="runs of a cell that is too noisy")
     parser.add_argument("--rounds", type=int, default=4, help="with --plans: visits to each plan")
     parser.add_argument("--budget-s", type=float, default=60, help="with --plans: time for the plans of a model")

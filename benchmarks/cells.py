@@ -36,7 +36,7 @@ LINKS = {"1gbit": "1gbit", "200mbit": "200mbit", "loopback": UNSHAPED}
 CLOCKS_NS = (5_000_000, -5_000_000)
 #: The frameworks' own chatter is not what the figures are about.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99", "PYTHONWARNINGS": "ignore"}
-#: Every grouping has names of its own: with all arms of a sweep they are more than the cache of responses usually holds.
+#: Every grouping has names of its own: with all arms of a sweep they overflow the usual cache of responses.
 _HOROVOD = {"HOROVOD_CACHE_CAPACITY": "16384"}
 _POLL_S = 0.02
 

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 import socket
+import statistics
 import tempfile
 import threading
 import time
@@ -37,7 +38,8 @@ LIMIT_STEPS = 20.0
 LEAST_LIMIT_S = 2.0
 LIMIT_BYTES = 512 << 20
 #: Ops recorded to measure what recording one event costs.
-_PROBE_OPS = 400
+_PROBE_OPS = 80
+_PROBE_RUNS = 15
 _TAKEN_OVER = "the job's own profiler took over"
 
 
@@ -70,7 +72,7 @@ class StepCapture:
         self._profiler: profile | None = profile(activities=_activities(on_gpu))
         self._profiler.start()
         try:
-            self._event_overhead_ns = max(0.0, (_probe_ns() - plain_ns) / _PROBE_OPS)
+            self._event_overhead_ns = max(0.0, _probe_ns() - plain_ns)
             self._restore = _yield_to_user(self._give_way)
             self._attach()
             self._clock_pair = clock_pair_ns()
@@ -293,16 +295,19 @@ def _activities(on_gpu: bool) -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu and torch.cuda.is_initialized() else [])]
 
 
-def _probe_ns() -> int:
-    """Time of :data:`_PROBE_OPS` smallest ops; with and without the profiler gives its cost."""
+def _probe_ns() -> float:
+    """Time of one smallest op; with and without the profiler gives what recording it costs.
+
+    The median over many short runs: one that lost its core is long, and the shortest were lucky with the cache.
+    """
     tensor = torch.zeros(())
-    best = 1 << 62
-    for _ in range(3):
+    times = []
+    for _ in range(_PROBE_RUNS):
         start = time.perf_counter_ns()
         for _ in range(_PROBE_OPS):
             tensor.view(1)
-        best = min(best, time.perf_counter_ns() - start)
-    return best
+        times.append(time.perf_counter_ns() - start)
+    return statistics.median(times) / _PROBE_OPS
 
 
 def clock_pair_ns() -> int:

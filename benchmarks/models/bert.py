@@ -1,14 +1,14 @@
-"""BERT-Base (Devlin et al., NAACL 2019): twelve like blocks, and an embedding whose gradient is ready last."""
+"""BERT-Base (Devlin et al., NAACL 2019): like blocks, and an embedding whose gradient is ready last."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-LAYERS, HIDDEN, HEADS, VOCABULARY, LENGTH, BATCH, CLASSES = 12, 128, 2, 6144, 64, 6, 2
+LAYERS, HIDDEN, HEADS, VOCABULARY, LENGTH, BATCH, CLASSES = 6, 192, 3, 6144, 64, 8, 2
 CUT = (
-    "BERT-Base with all 12 blocks, pooler and classifier: width 1/6 (128 of 768, heads of 64 as in the original), "
-    "vocabulary 1/5 (6144 of 30522), sequences of 64, batch 6"
+    "BERT-Base with 6 of 12 blocks, pooler and classifier: width 1/4 (192 of 768, heads of 64 as in the original), "
+    "vocabulary 1/5 (6144 of 30522), sequences of 64, batch 8"
 )
 
 
