@@ -11,7 +11,7 @@ import pytest
 from dpro.trace import wire
 from dpro.trace.model import COLUMNS, Collective, EventKind, Meta, RankTrace, TraceBuilder
 from tests.trace import wire_library
-from tests.trace.test_wire import buffer, connected, stream_name
+from tests.trace.wire_ends import buffer, connected, stream_name
 
 
 @pytest.mark.skipif(bool(wire.supported()), reason=wire.supported() or "-")
