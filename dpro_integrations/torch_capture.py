@@ -254,7 +254,8 @@ class HostLoad:
 
     ``since()`` gives ns since construction: ``main_cpu_ns`` the calling thread on a core,
     ``main_delay_ns`` the calling thread runnable but without one, ``others_cpu_ns`` all other
-    threads (communication mostly), ``wall_ns``. Empty where the system has no such figures.
+    threads (communication mostly), ``wall_ns``; ``cores`` this process may run on. Empty where the system has
+    no such figures.
     """
 
     def __init__(self) -> None:
@@ -274,6 +275,7 @@ class HostLoad:
             "main_delay_ns": float(main[1] - was[1]),
             "others_cpu_ns": float(others),
             "wall_ns": float(time.monotonic_ns() - self._wall),
+            "cores": float(len(os.sched_getaffinity(0))),
         }
 
     @staticmethod

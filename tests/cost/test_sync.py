@@ -117,6 +117,13 @@ def test_buckets_back_to_back_count_together() -> None:
     assert (model.observations, model.spread) == (2, 0.0)
 
 
+def test_one_core_for_all_is_lost_to_whoever_runs() -> None:
+    """The buckets came after compute: 2 ms of waiting say nothing, 30 ms of the other threads' work do."""
+    seen = {"main_delay_ns": 2e6, "others_cpu_ns": 30e6}
+    assert steal([seen | {"cores": 1.0}], 10_000_000) == 3.0
+    assert steal([seen | {"cores": 2.0}], 10_000_000) == steal([seen], 10_000_000) == 0.2
+
+
 def test_steal_of_nothing_known() -> None:
     assert steal([], 1_000) == steal([{}], 1_000) == steal([{"main_delay_ns": 5.0}], 1_000) == 0
     assert steal([{"main_delay_ns": 5.0, "others_cpu_ns": 5.0}], 0) == 0

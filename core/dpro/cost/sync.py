@@ -131,8 +131,10 @@ def fit_buckets(
     times: list[float] = []
     delays: list[int] = []
     step_bytes = 0
+    negotiated = False
     for graph in graphs:
         delays += _delays(graph)
+        negotiated |= bool(graph.info.get("negotiated"))
         for nbytes, ns in _busy_periods(graph):
             sizes.append(sum(nbytes) / len(nbytes))
             times.append(ns / len(nbytes))
@@ -140,7 +142,8 @@ def fit_buckets(
     return fit(
         sizes,
         times,
-        steal_ns_per_byte=steal(contention, steps * step_bytes),
+        # Horovod's thread talks all the time, whatever it moves: that loss stays where it was captured.
+        steal_ns_per_byte=0.0 if negotiated else steal(contention, steps * step_bytes),
         delay_ns=float(np.median(delays)) if delays else 0.0,
     )
 
@@ -193,9 +196,16 @@ def steal(contention: Sequence[Mapping[str, float]], nbytes: int) -> float:
 
     The main thread can't have lost more than it waited, runnable, for a core (``main_delay_ns``), nor more
     to the library's threads than those ran (``others_cpu_ns``): the smaller of the two, the median over
-    ranks. 0 where nothing is known, or where there are cores enough.
+    ranks. With one core for all threads (``cores``) it is what those ran: where the captured buckets came after
+    compute, nobody waited for a core, but buckets that come earlier take theirs from it. 0 where nothing is
+    known, or where there are cores enough.
     """
-    lost = [min(c.get("main_delay_ns", 0.0), c.get("others_cpu_ns", 0.0)) for c in contention]
+    lost = [
+        c.get("others_cpu_ns", 0.0)
+        if c.get("cores") == 1
+        else min(c.get("main_delay_ns", 0.0), c.get("others_cpu_ns", 0.0))
+        for c in contention
+    ]
     return max(0.0, float(np.median(lost)) / nbytes) if lost and nbytes > 0 else 0.0
 
 

@@ -116,7 +116,8 @@ class Meta:
     #: measured cost of recording one event, ns, subtracted from host ops by the graph builder
     event_overhead_ns: float = 0.0
     #: CPU time of the host's threads during capture, ns (empty: not known): ``main_cpu_ns`` the training
-    #: thread ran, ``main_delay_ns`` it was runnable without a core, ``others_cpu_ns`` the others ran, ``wall_ns``
+    #: thread ran, ``main_delay_ns`` it was runnable without a core, ``others_cpu_ns`` the others ran, ``wall_ns``;
+    #: ``cores`` that the process may use
     contention: dict[str, float] = field(default_factory=dict)
     #: anything a reader or adapter wants to keep; JSON values only
     extra: dict[str, Any] = field(default_factory=dict)
