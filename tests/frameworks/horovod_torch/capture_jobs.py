@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +10,15 @@ import torch
 from horovod.torch import optimizer as horovod_optimizer
 from torch import nn
 
-from tests.frameworks.horovod_torch.jobs import distribute, finish
+from tests.frameworks.horovod_torch.jobs import distribute, job
 
 LAYERS, WIDTH, STEPS = 8, 192, 3
 
 
-def captured(into: str, timeline: bool, grouped: bool) -> dict[str, Any]:
+def captured(into: str, grouped: bool) -> dict[str, Any]:
     """Capture three steps into ``into``; what was left behind on the optimizer and the module."""
-    torch.set_num_threads(1)
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": "0", "CROSS_SIZE": "1"}
-    place |= {"HOSTNAME": "localhost", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo"}
-    place |= {"TIMELINE": "DYNAMIC"} if timeline else {}
-    os.environ.update({f"HOROVOD_{name}": value for name, value in place.items()})
-    if not timeline:
-        os.environ.pop("HOROVOD_TIMELINE", None)
-    hvd.init()
-    try:
+    with job():
         return _capture(Path(into), grouped)
-    finally:
-        finish()
 
 
 def _capture(folder: Path, grouped: bool) -> dict[str, Any]:

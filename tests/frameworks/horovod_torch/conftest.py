@@ -47,7 +47,7 @@ class HorovodRanks(Ranks):
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[HorovodRanks]:
-    if not PYTHON.exists():
+    if not (VENV / ".made").exists():
         pytest.skip(f"no {VENV.name} with Horovod here: `make backends` makes it")
     made = HorovodRanks("torch", "horovod.torch", "torch.profiler", "tests.frameworks.horovod_torch.jobs")
     yield made

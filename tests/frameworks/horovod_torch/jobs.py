@@ -7,7 +7,6 @@ and the step only. ``tune``: "" no dpro, "plan" a given plan, "search" the whole
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +25,7 @@ Each = Callable[[int, Any, Any], None]
 
 
 @contextmanager
-def job(**env: str) -> Iterator[int]:
+def job() -> Iterator[int]:
     """What the launcher sets, then hvd.init(); gives the rank."""
     torch.set_num_threads(1)
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
@@ -37,13 +36,7 @@ def job(**env: str) -> Iterator[int]:
     try:
         yield hvd.rank()
     finally:
-        finish()
-
-
-def finish() -> None:
-    """End Horovod in this process, so that another job can begin in it."""
-    hvd.shutdown()
-    time.sleep(1.0)  # Horovod that is started again while other ranks still end crashes
+        hvd.shutdown()
 
 
 def distribute(net: nn.Module, inner: torch.optim.Optimizer | None = None, **arguments: Any) -> Any:

@@ -29,7 +29,8 @@ def contents(trace: RankTrace) -> list[list[set[str]]]:
 
 @pytest.mark.parametrize(("timeline", "grouped"), [(True, False), (False, False), (False, True)])
 def test_captured(ranks: HorovodRanks, tmp_path: Path, timeline: bool, grouped: bool) -> None:
-    done = ranks.run(TARGET, tmp_path / "log", into=str(tmp_path), timeline=timeline, grouped=grouped).ok()
+    env = {"HOROVOD_TIMELINE": "DYNAMIC"} if timeline else {}
+    done = ranks.run(TARGET, tmp_path / "log", env=env, into=str(tmp_path), grouped=grouped).ok()
     assert [value["clean"] for value in done.values] == [True, True]
     raw = [RankTrace.load(file) for file in sorted(tmp_path.glob("rank*.npz"))]
     assert [bool(trace.collectives) for trace in raw] == [timeline, False]
