@@ -84,12 +84,12 @@ class Predictor:
         return sum(self.graph.tensors[t].nbytes for t in ready_order(self.graph))
 
     def spread(self) -> list[tuple[str, Plan]]:
-        """Four plans from one bucket per gradient to all in one, predicted."""
+        """Four plans from many buckets to all in one, predicted."""
         total = self.total_bytes
         caps = {
-            "one per gradient": 1.0,
-            "sixteenths": total / 16,
-            "quarters": total / 4,
+            "24ths": total / 24,
+            "eighths": total / 8,
+            "thirds": total / 3,
             "all in one": float(total),
         }
         return self.predict([(name, self.uniform(cap)) for name, cap in caps.items()])

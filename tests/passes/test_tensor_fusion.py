@@ -206,3 +206,18 @@ def test_ready_order_rules_not_ids() -> None:
     graph = ddp_graph([MIB, 2 * MIB, 3 * MIB], 0, [10] * 3)
     graph.tensors = [TensorInfo(t.name, t.nbytes, t.dtype, 2 - t.ready) for t in graph.tensors]
     assert ddp_grouping(graph, [3 * MIB]) == ((2,), (1, 0))
+
+
+@pytest.mark.parametrize("steal", [0.0, 1e-9])
+def test_two_in_flight_hide_one_anothers_latency(steal: float) -> None:
+    """Ready at 10, 20, 30; 500 ns of latency, 1,000 of transfer. One at a time: 10 + 3 · 1,500."""
+    model = SyncModel(latency_ns=500, ns_per_byte=1, steal_ns_per_byte=steal)
+    graph = ddp_graph([1_000] * 3, 0, [10] * 3, sync=model)
+    each = ((0,), (1,), (2,))
+    mark = TensorFusion().apply(graph, each)
+    assert replay(graph).makespan_ns == 4_510
+    graph.undo(mark)
+    graph.info["in_flight"] = 2
+    TensorFusion().apply(graph, each)
+    # transfers from 510, 1,510 and 2,510: the third was launched at 1,510, when the first was done
+    assert replay(graph).makespan_ns == 3_510

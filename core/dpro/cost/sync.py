@@ -122,7 +122,8 @@ def fit_buckets(
 
     Where several buckets are in flight, who of them got how much of the channel is noise (two gloo threads
     share one link), but the time they took together is not: buckets that ran back to back are taken
-    together, n of them with s bytes in t ns being ``t = n·a + s·b``, a point (s/n, t/n) of the line.
+    together, n of them with s bytes in t ns being ``t = n·a + s·b``, a point (s/n, t/n) of the line; or
+    ``t = a + s·b`` where several may be in flight (``graph.info["in_flight"]``) and hide one another's latency.
 
     Raises:
         ValueError: no bucket with a positive size and duration.
@@ -135,9 +136,11 @@ def fit_buckets(
     for graph in graphs:
         delays += _delays(graph)
         negotiated |= bool(graph.info.get("negotiated"))
+        overlap = graph.info.get("in_flight", 1) > 1
         for nbytes, ns in _busy_periods(graph):
-            sizes.append(sum(nbytes) / len(nbytes))
-            times.append(ns / len(nbytes))
+            latencies = 1 if overlap else len(nbytes)
+            sizes.append(sum(nbytes) / latencies)
+            times.append(ns / latencies)
         step_bytes = sum(bucket.nbytes for bucket in graph.buckets)
     return fit(
         sizes,

@@ -23,7 +23,7 @@ from dpro.clock.match import match_collectives
 from dpro.errors import TraceError
 from dpro.graph.comm import Run, add_messages
 from dpro.graph.cycles import break_cycles
-from dpro.graph.ddp import CHANNEL
+from dpro.graph.ddp import CHANNEL, IN_FLIGHT
 from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import NO_RESOURCE, Bucket, Graph, OpKind, TensorInfo
 from dpro.graph.horovod import is_horovod, with_responses
@@ -156,6 +156,7 @@ class _Assembly:
             main_resource={x.rank: graph.resource(x.main) for x in self.locals},
             channel=CHANNEL,
             negotiated=self.negotiated,
+            in_flight=1 if self.negotiated else IN_FLIGHT,
         )
         self._add_tensors()
 

@@ -20,6 +20,8 @@ from dpro.trace.model import EventKind, RankTrace
 #: A call that goes on this much longer than its worker needed to begin was not running.
 PREEMPTED_NS = 1_000_000
 CHANNEL = "group/gloo"
+#: Collectives that torch's gloo group runs at once (the threads of ProcessGroupGloo's options).
+IN_FLIGHT = 2
 VIEW = "aten::as_strided"
 
 

@@ -8,8 +8,10 @@ grouping. Conventions it relies on and keeps:
   costs, held in the duration of the OUT op of the bucket's last member; ``graph.info["main_resource"]`` maps
   each rank to the id of the host resource that loses time while bytes move.
 * A bucket starts when all its members are ready on all ranks and the bucket before it is done: DDP launches
-  in order, and a channel runs one collective at a time. Where ``graph.info["negotiated"]`` (Horovod), buckets go in
-  the order in which they are complete, each after the delay of the negotiation.
+  in order, and a channel runs one collective at a time. Where ``graph.info["in_flight"]`` of them may be under
+  way (gloo: two), it starts when the one that many before it is done, and they share the channel. Where
+  ``graph.info["negotiated"]`` (Horovod), buckets go in the order in which they are complete, each after the
+  delay of the negotiation.
 """
 
 from __future__ import annotations
@@ -54,26 +56,31 @@ def add_collective(
     as each piece starts, a LOCAL op of ``steal · piece`` becomes eligible on every rank's main host
     resource, before compute. It delays compute that runs then, and nothing when the host is idle. The
     chain lasts as long as the one op would.
+
+    Where the library keeps several collectives in flight, the latency of one passes while another's bytes move:
+    there it is a gap (which counts from readiness), no time on the channel.
     """
     channel = graph.resource(graph.info.get("channel", "group/default"))
     lead = tensors[0] if tensors else -1
-    if not model.steal_ns_per_byte:
-        pieces, head_ns = 0, model.time_ns(nbytes)
-    else:
-        pieces, head_ns = min(MAX_PIECES, max(1, -(-nbytes // PIECE_BYTES))), round(model.latency_ns)
+    latency_ns, transfer_ns = round(model.latency_ns), model.time_ns(nbytes) - round(model.latency_ns)
+    delay_ns, head_ns = round(model.delay_ns), latency_ns
+    if graph.info.get("in_flight", 1) > 1:
+        delay_ns, head_ns = delay_ns + latency_ns, 0
+    pieces = min(MAX_PIECES, max(1, -(-nbytes // PIECE_BYTES))) if model.steal_ns_per_byte else 0
+    if not pieces:
+        head_ns += transfer_ns
     head = graph.add_op(
         "all_reduce",
         OpKind.COLLECTIVE,
         resource=channel,
         duration=head_ns,
-        gap=round(model.delay_ns),
+        gap=delay_ns,
         tensor=lead,
         nbytes=nbytes,
         after=list(after),
     )
     ops = [head]
     last = head
-    transfer_ns = model.time_ns(nbytes) - head_ns
     steal_ns = round(model.steal_ns_per_byte * nbytes)
     main = sorted(graph.info["main_resource"].items()) if pieces else []
     for piece in range(pieces):
@@ -163,11 +170,12 @@ class TensorFusion:
                 graph.set(op, "duration", max(0, int(duration[op]) + delta))
 
         buckets: list[Bucket] = []
+        in_flight = int(graph.info.get("in_flight", 1))
         for group in candidate:
             nbytes = sum(graph.tensors[t].nbytes for t in group)
             after = wiring.outs(group)
-            if buckets and not graph.info.get("negotiated"):
-                after.append(buckets[-1].ops[-1])
+            if len(buckets) >= in_flight and not graph.info.get("negotiated"):
+                after.append(buckets[-in_flight].ops[-1])
             ops = add_collective(graph, group, nbytes, after, wiring.ins(group), model)
             buckets.append(Bucket(tensors=group, nbytes=nbytes, ops=ops))
         graph.set_buckets(buckets)
