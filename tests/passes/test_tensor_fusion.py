@@ -13,6 +13,7 @@ from dpro.cost.sync import SyncModel
 from dpro.graph.graph import Graph, OpKind, TensorInfo
 from dpro.passes.ddp_buckets import MIB
 from dpro.passes.tensor_fusion import Grouping, TensorFusion, add_collective, captured, ddp_grouping
+from dpro.replay.engine import replay
 from dpro.replay.oracle import replay_arrays
 from tests.search.graphs import ddp_graph
 
