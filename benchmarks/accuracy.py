@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=5, help="steps per window and per capture")
     parser.add_argument("--captures", type=int, default=4, help="captures per cell; un-profiled windows are two more")
     parser.add_argument("--most-runs", type=int, default=MOST_RUNS, help="runs of a cell that is too noisy")
-    parser.add_argument("--rounds", type=int, default=4, help="with --plans: visits to each plan")
+    parser.add_argument("--rounds", type=int, default=6, help="with --plans: visits to each plan")
     parser.add_argument("--budget-s", type=float, default=60, help="with --plans: time for the plans of a model")
     parser.add_argument("--timeout-s", type=float, default=300, help="the longest that one order may take")
     parser.add_argument("--keep", type=Path, help="folder for the traces")

@@ -1,7 +1,8 @@
 """Plans that were never run: predicted from the captured default, then measured in the same job, interleaved.
 
-``error_pct`` holds a prediction, made from the un-profiled steps before, against the later measurement;
-``ratio_error_pct`` is the same less the machine's drift in between: both are taken relative to the default settings.
+A prediction is the un-profiled time of the default settings times the ratio of two replays. ``error_pct`` holds it
+against the measurement with the default's time taken from the same interleaved rounds; ``raw_error_pct`` with the time
+from before, the machine's drift in between included. Medians of steps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def measure_plans(job: JobSet, link: str, args: argparse.Namespace) -> dict[str,
     job.bed.set_rate(LINKS[link])
     answers = job.ask("measure", warmup=args.warmup, steps=args.steps, rounds=1, prefix="plans")
     plain = [slowest_ms(window) for window in zip(*(a["plain_ns"] for a in answers), strict=True)]
-    before_ms = statistics.fmean(float(ms) for window in plain for ms in window)
+    before_ms = statistics.median(float(ms) for window in plain for ms in window)
     predictor = Predictor(load(a["traces"][0] for a in answers), job.jobs.comm, before_ms)
     named = predictor.spread()
     best = predictor.best()
@@ -35,17 +36,17 @@ def measure_plans(job: JobSet, link: str, args: argparse.Namespace) -> dict[str,
         "arms", plans=orders, rounds=args.rounds, steps=args.steps, settle=3, budget_s=args.budget_s
     )  # fmt: skip
     times_ms = [slowest_ms(arm).tolist() for arm in zip(*(a["times_ns"] for a in timed), strict=True)]
-    default_ms, *measured_ms = [statistics.fmean(arm) for arm in times_ms]
+    default_ms, *measured_ms = [statistics.median(arm) for arm in times_ms]
     noise = max(_noise(arm) for arm in times_ms)
     predicted_ms = [plan.predicted_ms or math.nan for _, plan in named]
     rows = [
         {
             "plan": name,
             "groups": len(predictor.grouping(plan)),
-            "predicted_ms": round(told, 2),
+            "predicted_ms": round(told / before_ms * default_ms, 2),
             "measured_ms": round(seen, 2),
-            "error_pct": round(100 * (told / seen - 1), 2),
-            "ratio_error_pct": round(100 * (told / before_ms / (seen / default_ms) - 1), 2),
+            "error_pct": round(100 * (told / before_ms * default_ms / seen - 1), 2),
+            "raw_error_pct": round(100 * (told / seen - 1), 2),
         }
         for (name, plan), told, seen in zip(named, predicted_ms, measured_ms, strict=True)
     ]
@@ -63,8 +64,10 @@ def measure_plans(job: JobSet, link: str, args: argparse.Namespace) -> dict[str,
 
 
 def _noise(times_ms: list[float]) -> float:
-    """Two standard errors of the mean, as a share of it."""
-    return 2 * statistics.stdev(times_ms) / math.sqrt(len(times_ms)) / statistics.fmean(times_ms)
+    """Two standard errors of the median, as a share of it, by the median deviation of (nearly) normal noise."""
+    middle = statistics.median(times_ms)
+    spread = 1.4826 * statistics.median(abs(ms - middle) for ms in times_ms)
+    return 2 * math.sqrt(math.pi / 2) * spread / math.sqrt(len(times_ms)) / middle
 
 
 def summarise_plans(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -75,6 +78,6 @@ def summarise_plans(found: list[dict[str, Any]]) -> dict[str, Any]:
         "plans": len(rows),
         "failed": sum("error" in cell for cell in found),
         "worst_error_pct": max((abs(row["error_pct"]) for row in rows), default=None),
-        "worst_ratio_error_pct": max((abs(row["ratio_error_pct"]) for row in rows), default=None),
+        "worst_raw_error_pct": max((abs(row["raw_error_pct"]) for row in rows), default=None),
         "lowest_spearman": min(orders, default=None),
     }

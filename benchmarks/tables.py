@@ -74,7 +74,7 @@ def plans_table(result: dict[str, Any]) -> Table:
         "predicted ms": lambda r: _ms(r["predicted_ms"]),
         "measured ms": lambda r: _ms(r["measured_ms"]),
         "error": lambda r: _pct(r["error_pct"]),
-        "less drift": lambda r: _pct(r["ratio_error_pct"]),
+        "drift included": lambda r: _pct(r["raw_error_pct"]),
         "default ms": lambda r: _ms(r["default_ms"]),
         "noise": lambda r: _pct(r["noise_pct"], ""),
         "Spearman": lambda r: "all level" if r["spearman"] is None else f"{r['spearman']:.2f}",

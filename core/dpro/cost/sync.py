@@ -72,13 +72,14 @@ def fit(
     steal_ns_per_byte: float = 0.0,
     delay_ns: float = 0.0,
 ) -> SyncModel:
-    """Fit a line to transfers: constrained least absolute *relative* deviation.
+    """Fit a line to transfers: constrained least absolute deviation, *relative* to time plus mean time.
 
     ``nbytes[i]`` bytes took ``duration_ns[i]``: the transfer alone, arrival wait excluded. Relative, because
-    noise grows with size and the latency is pinned by the small ones; absolute, because a transfer that met
-    a stall says nothing about the others. A least-absolute line under a, b >= 0 passes through two points,
-    or through one with a = 0 or b = 0: all such lines through the medians of the distinct sizes are tried,
-    and judged on every observation.
+    noise grows with size and the latency is pinned by the small ones; plus the mean, because a step's many
+    smallest, over in no time or held up by anything, are no evidence against its large ones; absolute, because
+    a transfer that met a stall says nothing about the others. A least-absolute line under a, b >= 0 passes
+    through two points, or through one with a = 0 or b = 0: all such lines through the medians of the distinct
+    sizes are tried, and judged on every observation.
 
     Raises:
         ValueError: lengths differ, or no observation has a positive size and duration.
@@ -225,7 +226,8 @@ def _line(
     b = np.concatenate([slope, y / x, np.zeros(len(x))])
     allowed = (a >= 0) & (b >= 0)
     a, b = a[allowed], b[allowed]
-    miss = np.array([np.sum(np.abs(time - ai - bi * size) / time) for ai, bi in zip(a, b, strict=True)])
+    typical = time + time.mean()
+    miss = np.array([np.sum(np.abs(time - ai - bi * size) / typical) for ai, bi in zip(a, b, strict=True)])
     close = miss <= miss.min() * (1 + _AS_GOOD) + 1e-9
     best = int(np.argmax(np.where(close, a, -1.0)))
     return float(a[best]), float(b[best])
