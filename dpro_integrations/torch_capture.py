@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dpro.clock.identity import CLOCK_ID, clock_id
 from dpro.trace import kineto, wire
-from dpro.trace.model import RankTrace, Tensor
+from dpro.trace.model import EventKind, RankTrace, Tensor
 from dpro_integrations.torch_forward import ForwardHook
 from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
 
@@ -37,9 +37,9 @@ from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
 LIMIT_STEPS = 20.0
 LEAST_LIMIT_S = 2.0
 LIMIT_BYTES = 512 << 20
-#: Ops recorded to measure what recording one event costs.
-_PROBE_OPS = 80
-_PROBE_RUNS = 15
+#: How often, and on how many ops, it is measured what recording an event costs.
+_PROBE_RUNS = 60
+_PROBE_OPS = 8
 _TAKEN_OVER = "the job's own profiler took over"
 
 
@@ -51,12 +51,13 @@ class StepCapture:
     Args:
         usual_s: the longest step so far, seconds.
         on_gpu: the model is on one.
+        usual_cpu_ns: CPU time of this thread in a step without us, ns; 0 where it isn't known or waits by spinning.
 
     Raises:
         RuntimeError: a profiler is running already.
     """
 
-    def __init__(self, usual_s: float, on_gpu: bool) -> None:
+    def __init__(self, usual_s: float, on_gpu: bool, usual_cpu_ns: float = 0.0) -> None:
         if _foreign_profiler():
             raise RuntimeError("the job's own profiler is running")
         self._ready: list[int] = []
@@ -66,13 +67,15 @@ class StepCapture:
         self._lost = ""
         self._limit_s = max(LEAST_LIMIT_S, LIMIT_STEPS * usual_s)
         self._deadline = 0.0
+        self._usual_cpu_ns = 0.0 if on_gpu else usual_cpu_ns
+        self._cpu_at, self._step_cpu_ns = 0, list[int]()
         plain_ns = _probe_ns()
         self._restore: Callable[[], None] | None = None
         self._tap: wire.Tap | None = None
         self._profiler: profile | None = profile(activities=_activities(on_gpu))
         self._profiler.start()
         try:
-            self._event_overhead_ns = max(0.0, _probe_ns() - plain_ns)
+            self._probe_cost_ns = max(0.0, _probe_ns() - plain_ns)
             self._restore = _yield_to_user(self._give_way)
             self._attach()
             self._clock_pair = clock_pair_ns()
@@ -114,12 +117,13 @@ class StepCapture:
             trace = kineto.read(path)
         trace.shift(-((first + last) // 2))
         trace.meta.clock = "monotonic"
+        overhead_ns = self._overhead_ns(trace, steps)
         # the range that was open when we stopped belongs to no step
         trace.step_bounds = trace.step_bounds[:steps]
         trace.columns["step"] = np.where(trace.step < steps, trace.step, -1).astype(np.int32)
         trace.meta.host = socket.gethostname()
         trace.meta.extra[CLOCK_ID] = clock_id()
-        trace.meta.event_overhead_ns = self._event_overhead_ns
+        trace.meta.event_overhead_ns = overhead_ns
         trace.meta.contention = contention
         trace.tensors = self._tensors()
         trace = self._complete(trace)
@@ -150,6 +154,8 @@ class StepCapture:
     # -- parts ---------------------------------------------------------------------------------
 
     def _mind_the_time(self) -> None:
+        if torch.compiler.is_compiling():  # known to the compiler: nothing of this gets into the job's graph
+            return
         # not in backward: autograd would put back its copy of the profiler that we stopped there
         if time.monotonic() > self._deadline and not self._lost:
             self._give_up(f"a captured step did not end within {self._limit_s:.3g} s")
@@ -160,12 +166,26 @@ class StepCapture:
         self._range = record_function(f"ProfilerStep#{self._step}")
         self._range.__enter__()
         self._step += 1
+        self._cpu_at = time.thread_time_ns()
 
     def _close_step(self) -> None:
         if self._range is not None:
+            self._step_cpu_ns.append(time.thread_time_ns() - self._cpu_at)
             self._range.__exit__(None, None, None)
             self._range = None
             self._last_ready = list(self._ready)
+
+    def _overhead_ns(self, trace: RankTrace, steps: int) -> float:
+        """What recording one event cost, ns: by how much this thread's CPU time grew in the captured steps.
+
+        Without a figure to compare with, by the probe: it fits into the cache, and so tells too little.
+        """
+        events = trace.kind == EventKind.CPU_OP
+        if self._usual_cpu_ns and steps:
+            grown_ns = statistics.median(self._step_cpu_ns[:steps]) - self._usual_cpu_ns
+            return max(0.0, grown_ns * steps / max(1, int((events & (trace.step >= 0) & (trace.step < steps)).sum())))
+        probe = events & (trace.start < trace.step_bounds[:1, 0])  # before the first step
+        return self._probe_cost_ns * _PROBE_RUNS / max(1, int(probe.sum()))
 
     def _give_way(self) -> None:
         self._give_up(_TAKEN_OVER)
@@ -215,11 +235,12 @@ class Capture(StepCapture):
     Args:
         ddp: the wrapper.
         usual_s: the longest step so far, seconds.
+        usual_cpu_ns: CPU time of the training thread in a step.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, usual_s: float) -> None:
+    def __init__(self, ddp: DistributedDataParallel, usual_s: float, usual_cpu_ns: float) -> None:
         self._ddp = ddp
-        super().__init__(usual_s, on_gpu=ddp.device_type == "cuda")
+        super().__init__(usual_s, ddp.device_type == "cuda", usual_cpu_ns)
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return reducer_parameters(self._ddp)
@@ -298,18 +319,22 @@ def _activities(on_gpu: bool) -> list[ProfilerActivity]:
 
 
 def _probe_ns() -> float:
-    """Time of one smallest op; with and without the profiler gives what recording it costs.
+    """Time of one forward and backward pass of a few smallest ops; more with the profiler, for its events.
 
-    The median over many short runs: one that lost its core is long, and the shortest were lucky with the cache.
+    Recording an op of a backward pass costs more than a plain one, so both are in it. The median over
+    many runs: one that lost its core is long, and the shortest were lucky with the cache.
     """
-    tensor = torch.zeros(())
     times = []
-    for _ in range(_PROBE_RUNS):
-        start = time.perf_counter_ns()
-        for _ in range(_PROBE_OPS):
-            tensor.view(1)
-        times.append(time.perf_counter_ns() - start)
-    return statistics.median(times) / _PROBE_OPS
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = torch.ones(16, requires_grad=True)
+        for _ in range(_PROBE_RUNS):
+            start = time.perf_counter_ns()
+            result = weight
+            for _ in range(_PROBE_OPS):
+                result = result * 1.0 + 1.0
+            torch.autograd.grad(result.sum(), weight)
+            times.append(time.perf_counter_ns() - start)
+    return statistics.median(times)
 
 
 def clock_pair_ns() -> int:

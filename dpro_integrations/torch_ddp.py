@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import statistics
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +44,8 @@ from dpro_integrations.torch_rewrap import (
     why_fixed,
 )
 
+#: Steps whose CPU time a capture's is held against.
+_CPU_STEPS = 10
 _OPTIONS = ("gradient_as_bucket_view", "batched_grad_copy")
 #: Wrappers that have or had a tuner, so that callback and environment never both tune one job.
 #: Weak on both sides: a model that the job drops must not live on because it was tuned once.
@@ -88,6 +92,8 @@ class TorchDDPAdapter:
         self._early_forward: bool | None = None
         self._seen_at = time.monotonic()
         self._longest_s = 0.0
+        self._cpu_at = time.thread_time_ns()
+        self._cpu_ns: deque[int] = deque(maxlen=_CPU_STEPS)  # of the training thread, in the last steps without us
         self._capture: Capture | None = None
 
     def capabilities(self) -> set[Knob]:
@@ -117,7 +123,10 @@ class TorchDDPAdapter:
 
     def _look(self) -> None:
         """Over the second step: the order of forward and step. Over all steps: how long they take."""
-        now = time.monotonic()
+        now, cpu = time.monotonic(), time.thread_time_ns()
+        if self._capture is None:
+            self._cpu_ns.append(cpu - self._cpu_at)
+        self._cpu_at = cpu
         self._longest_s = max(self._longest_s, now - self._seen_at)
         self._seen_at = now
         if self._order is not None:
@@ -136,7 +145,8 @@ class TorchDDPAdapter:
         }
 
     def start_capture(self) -> None:
-        self._capture = Capture(self._ddp, usual_s=self._longest_s)
+        usual_cpu_ns = statistics.median(self._cpu_ns) if self._cpu_ns else 0.0
+        self._capture = Capture(self._ddp, self._longest_s, usual_cpu_ns)
 
     def mark_step(self) -> None:
         if self._capture is not None:
@@ -146,7 +156,9 @@ class TorchDDPAdapter:
         capture, self._capture = self._capture, None
         if capture is None:
             raise RuntimeError("no capture is running")
-        return capture.finish()
+        trace = capture.finish()
+        self._cpu_at = time.thread_time_ns()  # reading it back is no part of a step
+        return trace
 
     def abort_capture(self) -> None:
         capture, self._capture = self._capture, None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-WIDTH, IMAGE, BATCH, CLASSES = 16, 96, 12, 1000
-CUT = "ResNet50 with all 50 layers: width 1/4 (16 of 64 channels at the stem), 96x96 images, batch 12"
+WIDTH, IMAGE, BATCH, CLASSES = 16, 96, 20, 1000
+CUT = "ResNet50 with all 50 layers: width 1/4 (16 of 64 channels at the stem), 96x96 images, batch 20"
 
 
 class Bottleneck(nn.Module):

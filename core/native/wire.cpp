@@ -27,6 +27,7 @@
 #include <cstddef>
 #include <cstring>
 #include <iterator>
+#include <map>
 
 namespace dpro::wire {
 
@@ -425,16 +426,17 @@ int attach(const std::vector<std::string>& libraries) {
     crowded_out = 0;
     attached = true;
     recording.store(++last_session, std::memory_order_release);
+    std::map<std::string, bool> holds;
+    for (const auto& slot : found) {
+        if (!holds.try_emplace(slot.library).second) continue;
+        void* handle = dlopen(slot.library.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+        holds[slot.library] = handle;
+        if (handle) held.push_back(handle);
+    }
+    // only now: a library that another thread was loading has been relocated, its pages have their last protection
     const Memory memory;
-    std::string holding;
-    void* handle = nullptr;
-    for (const auto& slot : found) {  // grouped by library
-        if (slot.library != holding) {
-            holding = slot.library;
-            handle = dlopen(holding.c_str(), RTLD_LAZY | RTLD_NOLOAD);
-            if (handle) held.push_back(handle);
-        }
-        if (handle) patch(slot, memory);
+    for (const auto& slot : found) {
+        if (holds[slot.library]) patch(slot, memory);
     }
     return static_cast<int>(patched.size());
 }

@@ -114,7 +114,8 @@ def with_responses(traces: list[RankTrace]) -> list[RankTrace]:
     """
     if not all(map(is_horovod, traces)):
         return traces
-    seen = [t if _rows(t) else horovod_wire.with_responses(t, len(traces)) for t in traces]
+    members = max(len(traces), *(t.meta.world_size for t in traces))  # of a large job a few traces may be given
+    seen = [t if _rows(t) else horovod_wire.with_responses(t, members) for t in traces]
     leader = next((t for t in seen if _rows(t)), None)
     if leader is None:
         return traces
