@@ -28,6 +28,7 @@ from benchmarks.plans import measure_plans, summarise_plans
 from benchmarks.predict import load, replayed
 from benchmarks.tables import accuracy_table, plans_table
 from benchmarks.testbed import Interrupted, TestbedError, interruptible
+from dpro.errors import DproError
 
 FLOOR_PCT = 2.0
 MOST_RUNS = 3
@@ -132,7 +133,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                                 yield {**_identity(job, link), **measure_plans(job, link, args)}
                             else:
                                 yield measure_cell(job, link, args)
-                except RuntimeError as error:
+                except (RuntimeError, ValueError, TestbedError, DproError) as error:
                     say(f"  {error}")
                     yield {"model": model, "comm": comm, "hosts": hosts, "links": links, "error": str(error)}
 

@@ -5,7 +5,6 @@ No job here; the same calls as ``dpro.planning`` makes, for one setting at a tim
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Iterable
@@ -67,16 +66,18 @@ class Predictor:
         traces: of the captured settings, un-profiled step times included.
         comm: ``ddp`` or ``horovod``.
         measured_ms: un-profiled step time of the captured settings; predictions are it times a ratio of replays.
+
+    Raises:
+        ValueError: no bucket was seen to be synchronised.
     """
 
     def __init__(self, traces: list[RankTrace], comm: str, measured_ms: float) -> None:
         self.graph: Graph = assemble(traces)
         self.graph.info.update(traces[0].meta.extra.get("graph_info", {}))
         self._comm, self._measured_ms = comm, measured_ms
-        with contextlib.suppress(ValueError):  # nothing to fit to: the search says so
-            contention = [trace.meta.contention for trace in traces]
-            steps = min(trace.steps for trace in traces)
-            self.graph.info["sync"] = fit_buckets(assemble_steps(traces), contention=contention, steps=steps)
+        contention = [trace.meta.contention for trace in traces]
+        steps = min(trace.steps for trace in traces)
+        self.graph.info["sync"] = fit_buckets(assemble_steps(traces), contention=contention, steps=steps)
 
     @property
     def total_bytes(self) -> int:

@@ -29,6 +29,7 @@ from benchmarks.cells import COMMS, LINKS, MODELS, Jobs, JobSet, place, say, slo
 from benchmarks.models import CUTS
 from benchmarks.tables import speedup_table
 from benchmarks.testbed import Interrupted, TestbedError, interruptible
+from dpro.errors import DproError
 from dpro.plan import Plan
 
 SWEEP_MIB = (0.5, 1, 2, 4, 8, 16)
@@ -158,7 +159,7 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 with JobSet(jobs, timeout_s=args.timeout_s) as job:
                     for link in args.links:
                         yield measure_cell(job, link, args)
-            except RuntimeError as error:
+            except (RuntimeError, ValueError, TestbedError, DproError) as error:
                 say(f"  {error}")
                 yield {"model": model, "comm": comm, "hosts": args.hosts, "links": args.links, "error": str(error)}
 
