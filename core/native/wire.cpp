@@ -421,20 +421,22 @@ int attach(const std::vector<std::string>& libraries) {
     if (const auto why = unsupported(); !why.empty()) throw std::runtime_error(why);
     prepare_once();
     const auto found = find_slots(libraries, traced_calls());
+    std::map<std::string, bool> holds;
+    for (const auto& slot : found) {
+        if (!holds.try_emplace(slot.library).second) continue;
+        void* handle = dlopen(slot.library.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+        holds[slot.library] = handle != nullptr;
+        if (handle) held.push_back(handle);
+    }
+    // only now: a library that another thread was loading has been relocated, its pages have their last protection
+    const Memory memory;
+    patched.reserve(found.size());
+    // from here on nothing is allocated, so nothing throws
     first_stream = streams_used.load();
     first_event = ring_used.load();
     crowded_out = 0;
     attached = true;
     recording.store(++last_session, std::memory_order_release);
-    std::map<std::string, bool> holds;
-    for (const auto& slot : found) {
-        if (!holds.try_emplace(slot.library).second) continue;
-        void* handle = dlopen(slot.library.c_str(), RTLD_LAZY | RTLD_NOLOAD);
-        holds[slot.library] = handle;
-        if (handle) held.push_back(handle);
-    }
-    // only now: a library that another thread was loading has been relocated, its pages have their last protection
-    const Memory memory;
     for (const auto& slot : found) {
         if (holds[slot.library]) patch(slot, memory);
     }
