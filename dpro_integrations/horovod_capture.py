@@ -78,7 +78,7 @@ class Capture(StepCapture):
         more = TraceBuilder(meta)
         for name, number, start, end in self._spans:
             more.add(name, EventKind.ANNOTATION, main, start, end, tensor=number)
-        trace = timelines.merged(trace, more)
+        trace = trace.joined(more.freeze([]))
         folder, self._folder = self._folder, None
         if folder is not None:
             with folder:

@@ -54,7 +54,9 @@ class Alignment:
         moved = [self._moved(trace, index) for index, trace in enumerate(traces)]
         _know_peers(moved, self.messages)
         _clip_receives(moved, self.messages)
-        return [_sorted(trace) for trace in moved]
+        for trace in moved:
+            trace.sort()
+        return moved
 
     def _moved(self, trace: RankTrace, index: int) -> RankTrace:
         line, columns = self.line(index), dict(trace.columns)
@@ -243,12 +245,3 @@ def _clip_receives(traces: Sequence[RankTrace], messages: Messages) -> None:
             sent[r][rows[mine][::-1]] = times[mine][::-1]
     for trace, when in zip(traces, sent, strict=True):
         trace.columns["start"] = np.maximum(trace.start, np.minimum(when, trace.end))
-
-
-def _sorted(trace: RankTrace) -> RankTrace:
-    order = np.lexsort((-trace.end, trace.start))
-    place = np.empty(len(order), dtype=np.int64)
-    place[order] = np.arange(len(order))
-    trace.columns = {key: column[order] for key, column in trace.columns.items()}
-    trace.collectives = {int(place[row]): collective for row, collective in trace.collectives.items()}
-    return trace

@@ -21,7 +21,7 @@ from dpro.graph.ddp import CHANNEL
 from dpro.graph.draft import DraftBucket, DraftOp, Local
 from dpro.graph.graph import OpKind
 from dpro.trace import horovod_wire
-from dpro.trace.horovod import GROUP, SUBMIT, WAIT, bounds, collective_row, merged
+from dpro.trace.horovod import GROUP, SUBMIT, WAIT, bounds, collective_row
 from dpro.trace.model import EventKind, RankTrace, TraceBuilder
 
 
@@ -146,4 +146,4 @@ def _told(trace: RankTrace, leader: RankTrace) -> RankTrace:
     for row, fact, tensors, (start, end) in zip(rows, facts, members, spans, strict=True):
         told = replace(fact, tensors=tuple(tensors))
         collective_row(builder, told, start + offset, end + offset, int(leader.nbytes[row]))
-    return merged(trace, builder)
+    return trace.joined(builder.freeze([]))

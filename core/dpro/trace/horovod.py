@@ -154,7 +154,7 @@ def with_timeline(trace: RankTrace, timeline: Timeline, zero_ns: int, groups: di
     builder = TraceBuilder(trace.meta)
     kept = [i for i, yes in enumerate(inside.tolist()) if yes]
     add_responses(builder, [placed[i] for i in kept], [members[i] for i in kept])
-    return merged(trace, builder)
+    return trace.joined(builder.freeze([]))
 
 
 def spans(trace: RankTrace, name: str) -> dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
@@ -190,39 +190,6 @@ def _fit(trace: RankTrace, responses: list[Response], members: list[list[int]], 
     low, high = bounds(trace, [(r.start, r.end) for r in responses], members)
     # The main thread spins while it waits, so that the upper bound is met to microseconds.
     return min(max(zero_ns, low), high)
-
-
-def merged(trace: RankTrace, more: TraceBuilder) -> RankTrace:
-    """``trace`` with the rows of ``more`` (on the same clock) among its own, in a new object."""
-    extra = more.freeze([])
-    names, resources = list(trace.names), list(trace.resources)
-    columns = {key: np.concatenate([trace.columns[key], extra.columns[key]]) for key in trace.columns}
-    for key, own, new in (("name", names, extra.names), ("resource", resources, extra.resources)):
-        place = {name: i for i, name in enumerate(own)}
-        for name in new:
-            if name not in place:
-                place[name] = len(own)
-                own.append(name)
-        columns[key][len(trace) :] = [place[new[i]] for i in extra.columns[key].tolist()]
-    order = np.lexsort((-columns["end"], columns["start"]))
-    moved = np.empty(len(order), dtype=np.int64)
-    moved[order] = np.arange(len(order))
-    out = RankTrace(
-        meta=trace.meta,
-        columns={key: column[order] for key, column in columns.items()},
-        names=names,
-        resources=resources,
-        step_bounds=trace.step_bounds,
-        tensors=trace.tensors,
-        collectives={
-            int(moved[row + base]): facts
-            for base, found in ((0, trace.collectives), (len(trace), extra.collectives))
-            for row, facts in found.items()
-        },
-        warnings=list(trace.warnings),
-    )
-    out.assign_steps()
-    return out
 
 
 def plain_names(name: str) -> tuple[str, int, int]:

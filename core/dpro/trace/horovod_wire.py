@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dpro.trace.horovod import GROUP, SUBMIT, WAIT, collective_row, merged, spans
+from dpro.trace.horovod import GROUP, SUBMIT, WAIT, collective_row, spans
 from dpro.trace.model import Collective, EventKind, RankTrace, TraceBuilder
 
 _HEADER_BYTES = 48  # of a gloo frame
@@ -75,7 +75,7 @@ def with_responses(trace: RankTrace, members: int) -> RankTrace:
             span = min(max(run.begun, *handed.values()), run.start), over
             sequence = _add(builder, kinds, sizes, span, sequence)
         missed += bool(pending)
-    out = merged(trace, builder)
+    out = trace.joined(builder.freeze([]))
     if missed:
         out.warnings.append(f"{missed} step(s) with gradients whose way over the wire could not be told")
     return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import IO, Any
@@ -72,7 +72,7 @@ COLUMNS: dict[str, str] = {
     "tensor": "i4",
     "link": "i8",
 }
-_DEFAULTS = {"step": -1, "flow": -1, "nbytes": -1, "peer": -1, "offset": -1, "tensor": -1, "link": -1}
+DEFAULTS = {"step": -1, "flow": -1, "nbytes": -1, "peer": -1, "offset": -1, "tensor": -1, "link": -1}
 
 
 @dataclass
@@ -172,6 +172,32 @@ class RankTrace:
         """The step that each of ``times`` (ns) lies in, -1 outside every step."""
         step = np.searchsorted(self.step_bounds[:, 0], times, side="right") - 1
         return np.where((step >= 0) & (times < self.step_bounds[np.maximum(step, 0), 1]), step, -1)
+
+    def sort(self) -> None:
+        """Rows by start, longer ones first, so that parents precede children."""
+        order = np.lexsort((-self.end, self.start))
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        self.columns = {key: column[order] for key, column in self.columns.items()}
+        self.collectives = {int(place[row]): facts for row, facts in self.collectives.items()}
+
+    def joined(self, more: RankTrace) -> RankTrace:
+        """A new trace with the rows of ``more`` (on the same clock) among its own; all else is as it is here."""
+        columns = {key: np.concatenate([self.columns[key], more.columns[key]]) for key in self.columns}
+        names, columns["name"][len(self) :] = _extended(self.names, more.names, more.name)
+        resources, columns["resource"][len(self) :] = _extended(self.resources, more.resources, more.resource)
+        moved = {row + len(self): facts for row, facts in more.collectives.items()}
+        out = replace(
+            self,
+            columns=columns,
+            names=names,
+            resources=resources,
+            collectives=self.collectives | moved,
+            warnings=list(self.warnings),
+        )
+        out.sort()
+        out.assign_steps()
+        return out
 
     def shift(self, offset_ns: int) -> None:
         """Move every time by ``offset_ns`` (another clock's zero)."""
@@ -282,7 +308,7 @@ class TraceBuilder:
         rows["resource"].append(self.resource_id(resource))
         rows["start"].append(start)
         rows["end"].append(end)
-        for key, default in _DEFAULTS.items():
+        for key, default in DEFAULTS.items():
             rows[key].append(more.get(key, default))
         if collective is not None:
             self._collectives[index] = collective
@@ -290,20 +316,27 @@ class TraceBuilder:
 
     def freeze(self, step_bounds: list[tuple[int, int]]) -> RankTrace:
         """Sort by start (longer first, so that parents precede children) and assign steps."""
-        columns = {key: np.asarray(rows, dtype=COLUMNS[key]) for key, rows in self._rows.items()}
-        order = np.lexsort((-columns["end"], columns["start"]))
-        columns = {key: column[order] for key, column in columns.items()}
-        bounds = np.asarray(sorted(step_bounds), dtype=np.int64).reshape(-1, 2)
-        place = np.empty(len(order), dtype=np.int64)
-        place[order] = np.arange(len(order))
         trace = RankTrace(
             meta=self.meta,
-            columns=columns,
+            columns={key: np.asarray(rows, dtype=COLUMNS[key]) for key, rows in self._rows.items()},
             names=list(self._names),
             resources=list(self._resources),
-            step_bounds=bounds,
-            collectives={int(place[k]): c for k, c in self._collectives.items()},
+            step_bounds=np.asarray(sorted(step_bounds), dtype=np.int64).reshape(-1, 2),
+            collectives=self._collectives,
             warnings=self.warnings,
         )
+        trace.sort()
         trace.assign_steps()
         return trace
+
+
+def _extended(
+    table: list[str], more: list[str], ids: npt.NDArray[np.integer]
+) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """``table`` with the new ones of ``more`` behind it, and ``ids``, places in ``more``, as places in that."""
+    out, place = list(table), {name: k for k, name in enumerate(table)}
+    for name in more:
+        if name not in place:
+            place[name] = len(out)
+            out.append(name)
+    return out, np.array([place[name] for name in more], dtype=np.int64)[ids]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from dpro import _native
 from dpro.trace import gloo
-from dpro.trace.model import _DEFAULTS, COLUMNS, EventKind, RankTrace
+from dpro.trace.model import COLUMNS, DEFAULTS, EventKind, RankTrace
 
 #: Parts of the file names of libraries that carry gradients: torch (with gloo), Horovod, BytePS.
 LIBRARIES = ("libtorch_cpu.so", "libgloo", "mpi_lib", "c_lib.", "libps.")
@@ -103,35 +103,22 @@ def append(trace: RankTrace, events: Events) -> RankTrace:
 
     A row's name is ``payload``, ``control`` or ``message``, its flow gloo's slot or -1 (see :mod:`dpro.trace.gloo`).
     """
-    count = len(events)
     labels, slots = _label(events)
-    names, name_ids = _extended(trace.names, [kind.name.lower() for kind in gloo.Label])
-    resources, resource_ids = _extended(trace.resources, events.resources)
     rows: dict[str, npt.NDArray[Any]] = {
-        "name": name_ids[labels],
+        "name": labels,
         "kind": events.kind,
-        "resource": resource_ids[events.resource],
+        "resource": events.resource,
         "start": events.start,
         "end": events.end,
-        "step": trace.step_at(events.start) if trace.steps else np.full(count, -1),
         "flow": slots,
         "nbytes": events.nbytes,
         "offset": events.offset,
     }
     for key in COLUMNS.keys() - rows.keys():
-        rows[key] = np.full(count, _DEFAULTS[key])
-    columns = {key: np.concatenate([trace.columns[key], rows[key].astype(kind)]) for key, kind in COLUMNS.items()}
-    order = np.lexsort((-columns["end"], columns["start"]))  # parents precede children, as in every trace
-    place = np.empty(len(order), dtype=np.int64)
-    place[order] = np.arange(len(order))
-    return replace(
-        trace,
-        columns={key: column[order] for key, column in columns.items()},
-        names=names,
-        resources=resources,
-        collectives={int(place[row]): facts for row, facts in trace.collectives.items()},
-        warnings=list(trace.warnings),
-    )
+        rows[key] = np.full(len(events), DEFAULTS[key])
+    columns = {key: rows[key].astype(kind) for key, kind in COLUMNS.items()}
+    names = [label.name.lower() for label in gloo.Label]
+    return trace.joined(RankTrace(trace.meta, columns, names, events.resources, np.empty((0, 2), dtype=np.int64)))
 
 
 class Tap:
@@ -245,10 +232,3 @@ def _label(events: Events) -> tuple[npt.NDArray[np.int64], _Int]:
             frames = gloo.parse(offset, nbytes, events.head[rows], events.head_bytes[rows])
             labels[rows], slots[rows] = gloo.label(frames, offset, nbytes)
     return labels, slots
-
-
-def _extended(table: list[str], more: list[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """``table`` with the new ones of ``more`` behind it, and the places of ``more`` in it."""
-    places = {name: k for k, name in enumerate(table)}
-    ids = [places.setdefault(name, len(places)) for name in more]
-    return list(places), np.array(ids, dtype=np.int64)
