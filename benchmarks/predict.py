@@ -110,7 +110,7 @@ class Predictor:
         try:
             relieve(graph, graph.info["sync"])
             judge = Judge(graph, time.monotonic() + 3600)
-            scale = self._measured_ms / judge.step_ns(captured(graph))
+            scale = self._measured_ms / judge.replayed_ns(captured(graph))  # as it was fused, not once more
             return [(name, replace(p, predicted_ms=judge.step_ns(self.grouping(p)) * scale)) for name, p in plans]
         finally:
             graph.undo(mark)
