@@ -117,7 +117,7 @@ def test_tensors_are_told_by_name() -> None:
     assert [told.collectives[row].tensors for row in sorted(told.collectives)] == [(1, 2), (0,)]
 
 
-def on_the_wire(made: RankTrace, *runs: tuple[int, int, int], ask_at: tuple[int, ...]) -> RankTrace:
+def on_the_wire(made: RankTrace, *runs: tuple[int, int, int], ask_at: tuple[int, ...], bit_bytes: int = 8) -> RankTrace:
     """Rows of a socket: runs (bytes, first sent, last received) and, each before one of them, an exchange of bits."""
     builder = TraceBuilder(made.meta)
 
@@ -127,8 +127,8 @@ def on_the_wire(made: RankTrace, *runs: tuple[int, int, int], ask_at: tuple[int,
         )
 
     for at in ask_at:
-        add(EventKind.SEND, at, at + 1, 48 + 8)
-        add(EventKind.RECV, at + 2, at + 3, 8)
+        add(EventKind.SEND, at, at + 1, 48 + bit_bytes)
+        add(EventKind.RECV, at + 2, at + 3, bit_bytes)
     for nbytes, start, end in runs:
         add(EventKind.SEND, start, start + 5, 48 + nbytes)
         add(EventKind.RECV, start + 2, start + 8, nbytes // 2)
@@ -136,9 +136,12 @@ def on_the_wire(made: RankTrace, *runs: tuple[int, int, int], ask_at: tuple[int,
     return made.joined(builder.freeze([]))
 
 
-def test_told_from_the_wire() -> None:
+# one word of bits, or five: the job has metrics, or had other groups, and all are in Horovod's cache
+@pytest.mark.parametrize("bit_bytes", [8, 40])
+def test_told_from_the_wire(bit_bytes: int) -> None:
     asks = (100, 200, 305, 600, 801)
-    seen = on_the_wire(trace(responses=False), (2 * BYTES, 312, 580), (BYTES, 612, 790), ask_at=asks)
+    runs = (2 * BYTES, 312, 580), (BYTES, 612, 790)
+    seen = on_the_wire(trace(responses=False), *runs, ask_at=asks, bit_bytes=bit_bytes)
     found = horovod_wire.with_responses(seen, 2)
     rows = sorted(found.collectives)
     assert [found.collectives[row].tensors for row in rows] == [(0, 1), (2,)]

@@ -124,13 +124,31 @@ def _in_order(trace: RankTrace, name: str) -> list[tuple[int, int]]:
     return sorted((end, t) for t, (_, ends) in spans(trace, name).items() for end in ends.tolist())
 
 
+def _most_of_an_exchange(trace: RankTrace, sent: npt.NDArray[np.int64]) -> int:
+    """Bytes of payload that no message of an exchange of bits exceeds, and hardly a response stays below.
+
+    There is a bit for everything in Horovod's cache: these gradients at least, but metrics and former groups as well.
+    So what is sent in a step before its first gradient is handed in is looked at: exchanges, and little else.
+    """
+    # words for the bits, and as many again where Horovod keeps a timeline
+    least = 2 * 8 * -(-(len(trace.tensors) + _STATUS_BITS) // 64)
+    handed = np.sort(
+        np.concatenate([np.empty(0, dtype=np.int64), *(starts for starts, _ in spans(trace, SUBMIT).values())])
+    )
+    inside = sent[trace.step[sent] >= 0]
+    begin = trace.step_bounds[trace.step[inside], 0]
+    before = np.searchsorted(handed, trace.start[inside]) == np.searchsorted(handed, begin)
+    quiet = trace.nbytes[inside[before]] - _HEADER_BYTES
+    # a ring cuts the words into pieces, of which the last is smaller
+    return max(least, round(2 * float(np.quantile(quiet, 0.25)))) if len(quiet) else least
+
+
 def _runs(trace: RankTrace) -> list[_Run]:
     if "payload" not in trace.names:
         return []
-    # words for the bits of all tensors, and as many again where Horovod keeps a timeline
-    small = 2 * 8 * -(-(len(trace.tensors) + _STATUS_BITS) // 64)
     payload = trace.name == trace.names.index("payload")
     sent = np.flatnonzero(payload & (trace.kind == EventKind.SEND))
+    small = _most_of_an_exchange(trace, sent)
     received = np.flatnonzero(payload & (trace.kind == EventKind.RECV))
     bits = trace.nbytes[sent] <= _HEADER_BYTES + small
     asked = trace.start[sent[bits]]
