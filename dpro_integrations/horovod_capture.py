@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from dpro.errors import TraceError
 from dpro.trace import horovod as timelines
 from dpro.trace.model import EventKind, RankTrace, Tensor, TraceBuilder
-from dpro_integrations.torch_capture import StepCapture, clock_pair_ns
+from dpro_integrations.torch_capture import StepCapture, StepCpu, clock_pair_ns
 
 #: Defaults of HOROVOD_CYCLE_TIME, ms, and HOROVOD_FUSION_THRESHOLD, bytes (``common/operations.cc``).
 _CYCLE_MS, _FUSION_BYTES = 1.0, 128 << 20
@@ -38,9 +38,10 @@ class Capture(StepCapture):
     Args:
         optimizer: the distributed optimizer.
         usual_s: the longest step so far, seconds.
+        cpu: of the training thread, per step, ``synchronize`` left out: there it spins.
     """
 
-    def __init__(self, optimizer: Any, usual_s: float) -> None:
+    def __init__(self, optimizer: Any, usual_s: float, cpu: StepCpu) -> None:
         self._optimizer = optimizer
         # by name: an index into them means the same on every rank
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -50,7 +51,7 @@ class Capture(StepCapture):
         #: (name, gradient, start, end), CLOCK_MONOTONIC ns
         self._spans: list[tuple[str, int, int, int]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        super().__init__(usual_s, on_gpu=bool(params) and params[0].is_cuda)
+        super().__init__(usual_s, bool(params) and params[0].is_cuda, cpu)
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return self._named

@@ -74,6 +74,9 @@ class HorovodTorchAdapter:
         self._place = hvd.rank(), hvd.size()
         self._seen_at = time.monotonic()
         self._longest_s = 0.0
+        # up to the optimizer's step: in it the thread waits for gradients, and Horovod waits by spinning
+        self._cpu = StepCpu()
+        self._before_step = optimizer.register_step_pre_hook(torch.compiler.disable(lambda *_: self._cpu.end()))
         self._capture: Capture | None = None
 
     def capabilities(self) -> set[Knob]:
@@ -102,6 +105,7 @@ class HorovodTorchAdapter:
     def obstacle(self) -> str:
         now = time.monotonic()
         self._longest_s, self._seen_at = max(self._longest_s, now - self._seen_at), now
+        self._cpu.begin()
         if not hvd.is_initialized() or mpi_ops._handle_map is not self._generation:
             return "Horovod was shut down or started anew"
         if (hvd.rank(), hvd.size()) != self._place:
@@ -119,7 +123,7 @@ class HorovodTorchAdapter:
         }
 
     def start_capture(self) -> None:
-        self._capture = Capture(self._optimizer, usual_s=self._longest_s)
+        self._capture = Capture(self._optimizer, self._longest_s, self._cpu)
 
     def mark_step(self) -> None:
         if self._capture is not None:
@@ -172,6 +176,7 @@ class HorovodTorchAdapter:
         return digest.hexdigest()
 
     def close(self) -> None:
+        self._before_step.remove()
         self.abort_capture()
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:

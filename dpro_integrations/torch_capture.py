@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +38,8 @@ from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
 LIMIT_STEPS = 20.0
 LEAST_LIMIT_S = 2.0
 LIMIT_BYTES = 512 << 20
+#: Steps whose CPU time a capture's is held against.
+_CPU_STEPS = 10
 #: How often, and on how many ops, it is measured what recording an event costs.
 _PROBE_RUNS = 60
 _PROBE_OPS = 8
@@ -51,13 +54,13 @@ class StepCapture:
     Args:
         usual_s: the longest step so far, seconds.
         on_gpu: the model is on one.
-        usual_cpu_ns: CPU time of this thread in a step without us, ns; 0 where it isn't known or waits by spinning.
+        cpu: of this thread, in steps without us; goes on being told of those that are captured.
 
     Raises:
         RuntimeError: a profiler is running already.
     """
 
-    def __init__(self, usual_s: float, on_gpu: bool, usual_cpu_ns: float = 0.0) -> None:
+    def __init__(self, usual_s: float, on_gpu: bool, cpu: StepCpu) -> None:
         if _foreign_profiler():
             raise RuntimeError("the job's own profiler is running")
         self._ready: list[int] = []
@@ -67,8 +70,7 @@ class StepCapture:
         self._lost = ""
         self._limit_s = max(LEAST_LIMIT_S, LIMIT_STEPS * usual_s)
         self._deadline = 0.0
-        self._usual_cpu_ns = 0.0 if on_gpu else usual_cpu_ns
-        self._cpu_at, self._step_cpu_ns = 0, list[int]()
+        self._cpu, self._on_gpu = cpu, on_gpu
         plain_ns = _probe_ns()
         self._restore: Callable[[], None] | None = None
         self._tap: wire.Tap | None = None
@@ -83,6 +85,7 @@ class StepCapture:
             if not on_gpu:  # there gradients go by NCCL, past every socket call
                 self._tap = wire.Tap()
             self._open_step()
+            cpu.capture(True)
         except BaseException:
             self.abort()
             raise
@@ -166,11 +169,9 @@ class StepCapture:
         self._range = record_function(f"ProfilerStep#{self._step}")
         self._range.__enter__()
         self._step += 1
-        self._cpu_at = time.thread_time_ns()
 
     def _close_step(self) -> None:
         if self._range is not None:
-            self._step_cpu_ns.append(time.thread_time_ns() - self._cpu_at)
             self._range.__exit__(None, None, None)
             self._range = None
             self._last_ready = list(self._ready)
@@ -181,8 +182,8 @@ class StepCapture:
         Without a figure to compare with, by the probe: it fits into the cache, and so tells too little.
         """
         events = trace.kind == EventKind.CPU_OP
-        if self._usual_cpu_ns and steps:
-            grown_ns = statistics.median(self._step_cpu_ns[:steps]) - self._usual_cpu_ns
+        if self._cpu.usual_ns and self._cpu.captured_ns and not self._on_gpu:
+            grown_ns = statistics.median(self._cpu.captured_ns) - statistics.median(self._cpu.usual_ns)
             return max(0.0, grown_ns * steps / max(1, int((events & (trace.step >= 0) & (trace.step < steps)).sum())))
         probe = events & (trace.start < trace.step_bounds[:1, 0])  # before the first step
         return self._probe_cost_ns * _PROBE_RUNS / max(1, int(probe.sum()))
@@ -196,6 +197,7 @@ class StepCapture:
 
     def _detach(self) -> None:
         """Everything off, whatever fails on the way."""
+        self._cpu.capture(False)
         with contextlib.ExitStack() as undo:  # runs all of it, last in first out, and raises at the end
             if self._tap is not None:
                 undo.callback(self._tap.stop)
@@ -235,12 +237,12 @@ class Capture(StepCapture):
     Args:
         ddp: the wrapper.
         usual_s: the longest step so far, seconds.
-        usual_cpu_ns: CPU time of the training thread in a step.
+        cpu: of the training thread, per step.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, usual_s: float, usual_cpu_ns: float) -> None:
+    def __init__(self, ddp: DistributedDataParallel, usual_s: float, cpu: StepCpu) -> None:
         self._ddp = ddp
-        super().__init__(usual_s, ddp.device_type == "cuda", usual_cpu_ns)
+        super().__init__(usual_s, ddp.device_type == "cuda", cpu)
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return reducer_parameters(self._ddp)
@@ -268,6 +270,40 @@ class Capture(StepCapture):
             for number in numbers:
                 trace.tensors[number].bucket = bucket
         return trace
+
+
+class StepCpu:
+    """CPU time of the training thread in each step, or in the part of it in which it never spins: what a capture adds.
+
+    An adapter calls :meth:`begin` and :meth:`end` around it in every step, a capture says when it runs.
+    """
+
+    def __init__(self) -> None:
+        #: of the last steps without a capture, and of those of the latest one, ns
+        self.usual_ns: deque[int] = deque(maxlen=_CPU_STEPS)
+        self.captured_ns: list[int] = []
+        self._capturing = False
+        self._at: int | None = None
+
+    def begin(self) -> None:
+        self._at = time.thread_time_ns()
+
+    def end(self) -> None:
+        """Counts only after a :meth:`begin`."""
+        if self._at is None:
+            return
+        took, self._at = time.thread_time_ns() - self._at, None
+        if self._capturing:
+            self.captured_ns.append(took)
+        else:
+            self.usual_ns.append(took)
+
+    def capture(self, runs: bool) -> None:
+        """A capture begins, with the next step, or ends: the step that is under way counts for neither."""
+        if runs:
+            self.captured_ns.clear()
+        self._capturing = runs
+        self._at = time.thread_time_ns() if runs else None
 
 
 class HostLoad:

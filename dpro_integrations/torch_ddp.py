@@ -9,10 +9,8 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import statistics
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +29,7 @@ from dpro.settings import Settings, disabled
 from dpro.trace.model import RankTrace
 from dpro.tuner import Tuner
 from dpro_integrations.base import step_aside
-from dpro_integrations.torch_capture import Capture
+from dpro_integrations.torch_capture import Capture, StepCpu
 from dpro_integrations.torch_exchange import StoreExchange
 from dpro_integrations.torch_forward import OrderWatch, before_next_forward
 from dpro_integrations.torch_rewrap import (
@@ -44,8 +42,6 @@ from dpro_integrations.torch_rewrap import (
     why_fixed,
 )
 
-#: Steps whose CPU time a capture's is held against.
-_CPU_STEPS = 10
 _OPTIONS = ("gradient_as_bucket_view", "batched_grad_copy")
 #: Wrappers that have or had a tuner, so that callback and environment never both tune one job.
 #: Weak on both sides: a model that the job drops must not live on because it was tuned once.
@@ -92,8 +88,7 @@ class TorchDDPAdapter:
         self._early_forward: bool | None = None
         self._seen_at = time.monotonic()
         self._longest_s = 0.0
-        self._cpu_at = time.thread_time_ns()
-        self._cpu_ns: deque[int] = deque(maxlen=_CPU_STEPS)  # of the training thread, in the last steps without us
+        self._cpu = StepCpu()
         self._capture: Capture | None = None
 
     def capabilities(self) -> set[Knob]:
@@ -123,10 +118,9 @@ class TorchDDPAdapter:
 
     def _look(self) -> None:
         """Over the second step: the order of forward and step. Over all steps: how long they take."""
-        now, cpu = time.monotonic(), time.thread_time_ns()
-        if self._capture is None:
-            self._cpu_ns.append(cpu - self._cpu_at)
-        self._cpu_at = cpu
+        now = time.monotonic()
+        self._cpu.end()
+        self._cpu.begin()
         self._longest_s = max(self._longest_s, now - self._seen_at)
         self._seen_at = now
         if self._order is not None:
@@ -145,8 +139,7 @@ class TorchDDPAdapter:
         }
 
     def start_capture(self) -> None:
-        usual_cpu_ns = statistics.median(self._cpu_ns) if self._cpu_ns else 0.0
-        self._capture = Capture(self._ddp, self._longest_s, usual_cpu_ns)
+        self._capture = Capture(self._ddp, self._longest_s, self._cpu)
 
     def mark_step(self) -> None:
         if self._capture is not None:
@@ -156,9 +149,7 @@ class TorchDDPAdapter:
         capture, self._capture = self._capture, None
         if capture is None:
             raise RuntimeError("no capture is running")
-        trace = capture.finish()
-        self._cpu_at = time.thread_time_ns()  # reading it back is no part of a step
-        return trace
+        return capture.finish()
 
     def abort_capture(self) -> None:
         capture, self._capture = self._capture, None

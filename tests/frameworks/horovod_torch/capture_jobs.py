@@ -23,6 +23,7 @@ def captured(into: str, grouped: bool) -> dict[str, Any]:
 
 def _capture(folder: Path, grouped: bool) -> dict[str, Any]:
     from dpro_integrations.horovod_capture import Capture
+    from dpro_integrations.torch_capture import StepCpu
 
     torch.manual_seed(0)
     net = nn.Sequential(*[layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())])
@@ -38,11 +39,11 @@ def _capture(folder: Path, grouped: bool) -> dict[str, Any]:
 
     for _ in range(4):
         step()
-    capture = Capture(optimizer, usual_s=10.0)
+    capture = Capture(optimizer, usual_s=10.0, cpu=StepCpu())
     for _ in range(STEPS):
         step()
         capture.mark_step()
     capture.finish().save(folder / f"rank{hvd.rank()}.npz")
-    Capture(optimizer, usual_s=10.0).abort()
+    Capture(optimizer, usual_s=10.0, cpu=StepCpu()).abort()
     step()
     return {"clean": before == (set(vars(optimizer)), horovod_optimizer.synchronize)}

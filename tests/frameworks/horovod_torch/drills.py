@@ -299,6 +299,7 @@ def captured() -> dict[str, Any]:
     """Two captures of one job, without and with groups: what went together, by the timeline of the last step."""
     from dpro.trace.model import RankTrace
     from dpro_integrations.horovod_capture import Capture
+    from dpro_integrations.torch_capture import StepCpu
     from dpro_integrations.horovod_groups import Groups
 
     def together(trace: RankTrace) -> list[list[str]]:
@@ -315,7 +316,7 @@ def captured() -> dict[str, Any]:
         for groups in (GROUPS, [[name] for name in named]):
             Groups(optimizer).set([[named[name] for name in group] for group in groups])
             fit(net, optimizer, None, 3)
-            capture = Capture(optimizer, usual_s=1.0)
+            capture = Capture(optimizer, usual_s=1.0, cpu=StepCpu())
             for _ in range(2):
                 fit(net, optimizer, None, 1)
                 capture.mark_step()
