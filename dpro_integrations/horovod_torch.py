@@ -34,6 +34,7 @@ from dpro_integrations.horovod_capture import Capture
 from dpro_integrations.horovod_exchange import join_exchange
 from dpro_integrations.horovod_groups import Groups
 from dpro_integrations.horovod_steps import Steps
+from dpro_integrations.torch_capture import StepCpu
 
 #: Optimizers that have or had a tuner. Weak on both sides: neither may live on because it was tuned once.
 _tuned: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Tuner]] = weakref.WeakKeyDictionary()

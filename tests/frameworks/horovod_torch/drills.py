@@ -299,8 +299,8 @@ def captured() -> dict[str, Any]:
     """Two captures of one job, without and with groups: what went together, by the timeline of the last step."""
     from dpro.trace.model import RankTrace
     from dpro_integrations.horovod_capture import Capture
-    from dpro_integrations.torch_capture import StepCpu
     from dpro_integrations.horovod_groups import Groups
+    from dpro_integrations.torch_capture import StepCpu
 
     def together(trace: RankTrace) -> list[list[str]]:
         names = [tensor.name for tensor in trace.tensors]
