@@ -77,7 +77,7 @@ class HorovodTorchAdapter:
         self._longest_s = 0.0
         # up to the optimizer's step: in it the thread waits for gradients, and Horovod waits by spinning
         self._cpu = StepCpu()
-        self._before_step = optimizer.register_step_pre_hook(torch.compiler.disable(lambda *_: self._cpu.end()))
+        self._before_step: Any = None  # the handle of the hook that ends it, from the first obstacle() on
         self._capture: Capture | None = None
 
     def capabilities(self) -> set[Knob]:
@@ -106,6 +106,9 @@ class HorovodTorchAdapter:
     def obstacle(self) -> str:
         now = time.monotonic()
         self._longest_s, self._seen_at = max(self._longest_s, now - self._seen_at), now
+        if self._before_step is None:
+            hook = torch.compiler.disable(lambda *_: self._cpu.end())
+            self._before_step = self._optimizer.register_step_pre_hook(hook)
         self._cpu.begin()
         if not hvd.is_initialized() or mpi_ops._handle_map is not self._generation:
             return "Horovod was shut down or started anew"
@@ -177,7 +180,8 @@ class HorovodTorchAdapter:
         return digest.hexdigest()
 
     def close(self) -> None:
-        self._before_step.remove()
+        if self._before_step is not None:
+            self._before_step.remove()
         self.abort_capture()
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
