@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dpro_integrations.torch_capture import StepCapture
+from dpro_integrations.torch_capture import StepCapture, StepCpu
 
 
 class _EveryForward(StepCapture):
@@ -25,7 +25,7 @@ def test_a_model_that_is_compiled_while_we_capture() -> None:
     # the job wants one graph without a break: what the compiler can't trace would end the job
     plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     compiled = torch.compile(plain, fullgraph=True, backend="eager")
-    capture = _EveryForward(usual_s=1.0, on_gpu=False)
+    capture = _EveryForward(usual_s=1.0, on_gpu=False, cpu=StepCpu())
     try:
         found = compiled(torch.ones(3, 4))
     finally:
