@@ -21,7 +21,6 @@ INTEGRATIONS = sorted(
     for p in (ROOT / "dpro_integrations").glob("*.py")
     if p.stem == "horovod_autoload" or not p.stem.startswith(("_", "torch_", "horovod_"))
 )
-)
 
 
 def python(
