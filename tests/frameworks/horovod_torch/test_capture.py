@@ -45,6 +45,8 @@ def test_captured(ranks: HorovodRanks, tmp_path: Path, timeline: bool, grouped: 
         alone = RankTrace.load(tmp_path / "rank0.npz")
         alone.collectives = {}
         assert contents(horovod_wire.with_responses(alone, 2)) == first
+    for trace in told:  # a replay is less what recording cost, and the captured step it is held against is not
+        trace.meta.event_overhead_ns = 0.0
     for step in assemble_steps(told):
         assert replay(step).makespan_ns == pytest.approx(step.info["measured_ns"], rel=0.03)
     graph = assemble(load(tmp_path))  # untold traces: the graph finds out by itself
