@@ -14,7 +14,6 @@ capture_overhead_pct, after_overhead_pct``, spreads, and how often it was run.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,12 +21,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import COMMS, LINKS, MODELS, Jobs, JobSet, place, say, slowest_ms
-from benchmarks.models import CUTS
+from benchmarks.cells import COMMS, LINKS, MODELS, Jobs, JobSet, say, slowest_ms
+from benchmarks.matrix import run_matrix
 from benchmarks.plans import measure_plans, summarise_plans
 from benchmarks.predict import load, replayed
 from benchmarks.tables import accuracy_table, plans_table
-from benchmarks.testbed import Interrupted, TestbedError, interruptible
+from benchmarks.testbed import TestbedError
 from dpro.errors import DproError
 
 FLOOR_PCT = 2.0
@@ -177,26 +176,9 @@ def main() -> int:
     """Measure and print."""
     args = _parser().parse_args()
     args.hosts = args.hosts or ([2] if args.plans else [2, 4, 8])
-    begin_s = time.monotonic()
-    try:
-        with interruptible():
-            found = list(cells(args))
-    except Interrupted as interrupt:
-        return 128 + interrupt.signum
-    except (TestbedError, ValueError) as error:
-        print(f"accuracy: {error}", file=sys.stderr)
-        return 2
-    result: dict[str, Any] = {
-        "place": place() | {"seconds": round(time.monotonic() - begin_s)},
-        "cuts": {model: CUTS[model] for model in args.models},
-        "cells": found,
-        "summary": (summarise_plans if args.plans else summarise)(found),
-    }
-    table = (plans_table if args.plans else accuracy_table)(result)
-    if args.table:
-        table.into(args.table)
-    print(json.dumps(result) if args.json else table.text)
-    return 0 if all("error" not in cell for cell in found) else 1
+    if args.plans:
+        return run_matrix("accuracy", args, cells, summarise_plans, plans_table)
+    return run_matrix("accuracy", args, cells, summarise, accuracy_table)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import COMMS, LINKS, MODELS, Jobs, JobSet, place, say, slowest_ms
-from benchmarks.models import CUTS
+from benchmarks.cells import COMMS, LINKS, MODELS, Jobs, JobSet, say, slowest_ms
+from benchmarks.matrix import run_matrix
 from benchmarks.tables import speedup_table
-from benchmarks.testbed import Interrupted, TestbedError, interruptible
+from benchmarks.testbed import TestbedError
 from dpro.errors import DproError
 from dpro.plan import Plan
 
@@ -197,26 +197,7 @@ def main() -> int:
     parser.add_argument("--timeout-s", type=float, default=300, help="the longest that one order may take")
     parser.add_argument("--table", type=Path, help="write the result into this Markdown file, between its markers")
     args = parser.parse_args()
-    begin_s = time.monotonic()
-    try:
-        with interruptible():
-            found = list(cells(args))
-    except Interrupted as interrupt:
-        return 128 + interrupt.signum
-    except (TestbedError, ValueError) as error:
-        print(f"speedup: {error}", file=sys.stderr)
-        return 2
-    result: dict[str, Any] = {
-        "place": place() | {"seconds": round(time.monotonic() - begin_s)},
-        "cuts": {model: CUTS[model] for model in args.models},
-        "cells": found,
-        "summary": summarise(found),
-    }
-    table = speedup_table(result)
-    if args.table:
-        table.into(args.table)
-    print(json.dumps(result) if args.json else table.text)
-    return 0 if all("error" not in cell for cell in found) else 1
+    return run_matrix("speedup", args, cells, summarise, speedup_table)
 
 
 if __name__ == "__main__":
