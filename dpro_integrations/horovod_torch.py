@@ -7,11 +7,10 @@ agreement between ranks in ``horovod_exchange``, ends of steps in ``horovod_step
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,13 @@ from dpro.outcome import Outcome
 from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
-from dpro.trace.model import RankTrace
 from dpro.tuner import Tuner
 from dpro_integrations.base import step_aside
 from dpro_integrations.horovod_capture import Capture
 from dpro_integrations.horovod_exchange import join_exchange
 from dpro_integrations.horovod_groups import Groups
 from dpro_integrations.horovod_steps import Steps
+from dpro_integrations.torch_adapter import TorchAdapter
 from dpro_integrations.torch_capture import StepCpu
 
 #: Optimizers that have or had a tuner. Weak on both sides: neither may live on because it was tuned once.
@@ -55,7 +54,7 @@ def _close_all() -> None:
             tuner.close()
 
 
-class HorovodTorchAdapter:
+class HorovodTorchAdapter(TorchAdapter):
     """:class:`dpro.adapter.Adapter` for one optimizer made by ``hvd.DistributedOptimizer``.
 
     Args:
@@ -78,7 +77,6 @@ class HorovodTorchAdapter:
         # up to the optimizer's step: in it the thread waits for gradients, and Horovod waits by spinning
         self._cpu = StepCpu()
         self._before_step: Any = None  # the handle of the hook that ends it, from the first obstacle() on
-        self._capture: Capture | None = None
 
     def capabilities(self) -> set[Knob]:
         return set() if self.why_not() else {Knob.GROUPS}
@@ -115,13 +113,12 @@ class HorovodTorchAdapter:
         if (hvd.rank(), hvd.size()) != self._place:
             return "the job's ranks have changed"
         if not self._sparse:
-            self._sparse = any(p.grad is not None and p.grad.is_sparse for p in self._parameters().values())
+            self._sparse = any(p.grad is not None and p.grad.is_sparse for p in self._known().values())
         return ""
 
     def fingerprint(self) -> dict[str, str]:
-        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self._parameters().items()]
         return {
-            "model": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+            "model": self._model(),
             "world_size": str(self.exchange.world_size),
             "framework": f"horovod {horovod.__version__}, torch {torch.__version__}",
         }
@@ -129,26 +126,8 @@ class HorovodTorchAdapter:
     def start_capture(self) -> None:
         self._capture = Capture(self._optimizer, self._longest_s, self._cpu)
 
-    def mark_step(self) -> None:
-        if self._capture is not None:
-            self._capture.mark_step()
-
-    def stop_capture(self) -> RankTrace:
-        capture, self._capture = self._capture, None
-        if capture is None:
-            raise RuntimeError("no capture is running")
-        return capture.finish()
-
-    def abort_capture(self) -> None:
-        capture, self._capture = self._capture, None
-        if capture is not None:
-            capture.abort()
-
     def prepare(self, plan: Plan) -> None:
-        fitting = self.fingerprint()
-        for key, value in plan.fingerprint.items():
-            if fitting.get(key) != value:
-                raise PlanError(f"the plan is for another job: {key} is {fitting.get(key)}, the plan's {value}")
+        self._check_fit(plan)
         if reason := self.why_not():
             raise PlanError(f"groups can't be changed here: {reason}")
         foreign = sorted(set(plan.settings()) - {"tensor_groups"})
@@ -156,35 +135,29 @@ class HorovodTorchAdapter:
             raise PlanError(f"Horovod has no setting for {foreign[0]!r} that dpro changes in a running job")
         if not plan.tensor_groups:
             raise PlanError("the plan has no tensor_groups")
-        known = self._parameters()
+        known = self._known()
         for name in (name for group in plan.tensor_groups for name in group):
             if name not in known:
                 raise PlanError(f"the optimizer has no parameter {name!r}")
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)
-        known = self._parameters()
+        known = self._known()
         assert plan.tensor_groups is not None
         self._groups.set([[known[name] for name in group] for group in plan.tensor_groups])
 
     def revert(self) -> None:
         self._groups.clear()
 
-    def checksum(self) -> str:
-        """Over up to 64 values of every parameter: cheap, and any lost update moves it."""
-        digest = hashlib.sha256()
-        for parameter in self._parameters().values():
-            flat = parameter.detach().flatten()
-            picked = flat[:: max(1, flat.numel() // 64)][:64]
-            digest.update(picked.float().cpu().numpy().tobytes())
-        return digest.hexdigest()
-
     def close(self) -> None:
         if self._before_step is not None:
             self._before_step.remove()
         self.abort_capture()
 
-    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+    def _parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
+        return self._known().items()
+
+    def _known(self) -> dict[str, torch.nn.Parameter]:
         """Name -> parameter whose gradient Horovod reduces."""
         optimizer = self._optimizer
         return {name: p for p, name in optimizer._parameter_names.items() if p in optimizer._requires_update}

@@ -7,7 +7,6 @@ Example: ``examples/plain_ddp.py``. Re-wrapping is in ``torch_rewrap``, profilin
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 import time
 import weakref
@@ -26,9 +25,9 @@ from dpro.outcome import Outcome
 from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
-from dpro.trace.model import RankTrace
 from dpro.tuner import Tuner
 from dpro_integrations.base import step_aside
+from dpro_integrations.torch_adapter import TorchAdapter
 from dpro_integrations.torch_capture import Capture, StepCpu
 from dpro_integrations.torch_exchange import StoreExchange
 from dpro_integrations.torch_forward import OrderWatch, before_next_forward
@@ -68,7 +67,7 @@ def job_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-class TorchDDPAdapter:
+class TorchDDPAdapter(TorchAdapter):
     """:class:`dpro.adapter.Adapter` for one DDP wrapper.
 
     Args:
@@ -89,7 +88,6 @@ class TorchDDPAdapter:
         self._seen_at = time.monotonic()
         self._longest_s = 0.0
         self._cpu = StepCpu()
-        self._capture: Capture | None = None
 
     def capabilities(self) -> set[Knob]:
         if self.why_not():
@@ -130,37 +128,21 @@ class TorchDDPAdapter:
             self._order = OrderWatch(self._ddp)
 
     def fingerprint(self) -> dict[str, str]:
-        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in reducer_parameters(self._ddp)]
         return {
-            "model": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+            "model": self._model(),
             "world_size": str(self.exchange.world_size),
             "framework": f"torch {torch.__version__}",
             "backend": str(dist.get_backend(self._ddp.process_group)),
         }
 
+    def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return reducer_parameters(self._ddp)
+
     def start_capture(self) -> None:
         self._capture = Capture(self._ddp, self._longest_s, self._cpu)
 
-    def mark_step(self) -> None:
-        if self._capture is not None:
-            self._capture.mark_step()
-
-    def stop_capture(self) -> RankTrace:
-        capture, self._capture = self._capture, None
-        if capture is None:
-            raise RuntimeError("no capture is running")
-        return capture.finish()
-
-    def abort_capture(self) -> None:
-        capture, self._capture = self._capture, None
-        if capture is not None:
-            capture.abort()
-
     def prepare(self, plan: Plan) -> None:
-        fitting = self.fingerprint()
-        for key, value in plan.fingerprint.items():
-            if fitting.get(key) != value:
-                raise PlanError(f"the plan is for another job: {key} is {fitting.get(key)}, the plan's {value}")
+        self._check_fit(plan)
         if reason := self.why_not():
             raise PlanError(f"buckets can't be changed here: {reason}")
         foreign = sorted(set(plan.settings()) - {"bucket_caps", "tensor_groups", "ddp_options"})
@@ -188,15 +170,6 @@ class TorchDDPAdapter:
         if self._original is not None:
             rewrap(self._ddp, self._original)
             self._original = None
-
-    def checksum(self) -> str:
-        """Over up to 64 values of every parameter: cheap, and any lost update moves it."""
-        digest = hashlib.sha256()
-        for _, parameter in reducer_parameters(self._ddp):
-            flat = parameter.detach().flatten()
-            picked = flat[:: max(1, flat.numel() // 64)][:64]
-            digest.update(picked.float().cpu().numpy().tobytes())
-        return digest.hexdigest()
 
     def close(self) -> None:
         if self._order is not None:
