@@ -92,10 +92,12 @@ def add_messages(graph: Graph, runs: Sequence[Run], ranks: Sequence[int]) -> lis
         sender, receiver = ranks[piece.sender], ranks[piece.receiver]
         label = f"{run.drafts[piece.sender].name} step {piece.step} part {piece.part}"
         before, ready = received.get((n, piece.sender, piece.step - 1, piece.part), (NO_OP, run.arrived[piece.sender]))
-        # a sender that did not wait for its peer's arrival filled its buffers: then the RECV waits
-        meets = run.arrived[piece.receiver] <= piece.called
+        # A sender that did not wait for its peer's arrival filled its buffers: then the RECV waits. Profiler and tracer
+        # read their clocks apart, so of two causes the call belongs to the one that was nearer.
+        peer = run.arrived[piece.receiver]
+        meets = peer - piece.called <= max(0, piece.called - ready)
         if meets:
-            ready = max(ready, run.arrived[piece.receiver])
+            ready = max(ready, peer)
         began = max(piece.began, ready)
         send = graph.add_op(
             f"send {label}", OpKind.SEND, resource=graph.resource(link_name(sender, receiver)),

@@ -162,8 +162,9 @@ def _attribute(traces: Sequence[RankTrace], shared: Rows, columns: _Columns) -> 
     # A tag is the same on all ranks, so all have a say; process groups count theirs apart, each on streams of its own.
     for keys in ((columns.tag,), (columns.tag, columns.stream, columns.sender)):
         rest = tagged[out[tagged] < 0]
-        for rows in _alike(rest, [key[rest] for key in keys]):
-            out[rows] = _of_tag(runs, columns, rows)
+        alike = _alike(rest, [key[rest] for key in keys])
+        for rows, served in zip(alike, _of_tags(runs, columns, alike), strict=True):
+            out[rows] = served
     for times, rank in ((columns.send_start, columns.sender), (columns.recv_end, columns.receiver)):
         for i, run in enumerate(runs):
             rest = payload[(rank[payload] == i) & (out[payload] < 0)]
@@ -193,10 +194,33 @@ def _alike(rows: Rows, keys: list[Rows]) -> list[Rows]:
     return np.split(rows[order], np.flatnonzero(np.diff(group.ravel()[order])) + 1)
 
 
-def _of_tag(runs: list[_Runs], columns: _Columns, rows: Rows) -> int:
-    """The collective in whose runs (nearly) all of these messages were sent and received, -1 none.
+def _of_tags(runs: list[_Runs], columns: _Columns, alike: list[Rows]) -> list[int]:
+    """The collective that each tag's messages served, -1 none: one in whose runs (nearly) all were sent and received.
 
-    Of several that overlap, the one that began and ended nearest to them on all ranks.
+    Threads of a library run several at once, so that a message may lie in the runs of many: but a process group hands
+    out tags in the order in which its collectives begin, and each serves one. ``alike``: rows by ascending tag.
+    """
+    out = [-1] * len(alike)
+    # a group's tags go over the same connections; without its number, those tell it
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for tag, rows in enumerate(alike):
+        senders = np.unique(columns.sender[rows])
+        one_way = int(senders[0]) if len(senders) == 1 else -1
+        groups.setdefault((int(columns.stream[rows].min()), one_way), []).append(tag)
+    begin = np.stack([np.where(run.start == _NEVER, np.iinfo(np.int64).max, run.start) for run in runs]).min(axis=0)
+    order = np.argsort(begin, kind="stable")
+    for tags in groups.values():
+        away = np.stack([_away(runs, columns, alike[tag])[order] for tag in tags])
+        possible = np.flatnonzero(np.isfinite(away).any(axis=0))
+        for at, served in _in_order(away[:, possible]):
+            out[tags[at]] = int(order[possible[served]])
+    return out
+
+
+def _away(runs: list[_Runs], columns: _Columns, rows: Rows) -> npt.NDArray[np.float64]:
+    """How far the first and the last of these messages are from begin and end of each collective, ns, over all ranks.
+
+    Infinite where not (nearly) all were sent and received in its runs.
     """
     inside, away = np.zeros(len(runs[0].start)), np.zeros(len(runs[0].start))
     for times, rank in ((columns.send_start, columns.sender), (columns.recv_end, columns.receiver)):
@@ -204,11 +228,34 @@ def _of_tag(runs: list[_Runs], columns: _Columns, rows: Rows) -> int:
             mine = rows[rank[rows] == i]
             inside += runs[i].bytes_within(times[mine], columns.nbytes[mine])
             away += np.abs(runs[i].start - times[mine].min()) + np.abs(runs[i].end - times[mine].max())
-    if not len(inside):
-        return -1
     whole = 2 * int(columns.nbytes[rows].sum())
-    fits = inside >= max(_TAG_SHARE * whole, inside.max() - (1 - _TAG_SHARE) * whole)
-    return int(np.argmin(np.where(fits, away, np.inf))) if fits.any() else -1
+    most = inside.max(initial=0)
+    return np.where(inside >= max(_TAG_SHARE * whole, most - (1 - _TAG_SHARE) * whole), away, np.inf)
+
+
+def _in_order(cost: npt.NDArray[np.float64]) -> list[tuple[int, int]]:
+    """Pairs (row, column), both ascending: as many as can be, of those the cheapest. Infinite: no pair."""
+    finite = cost[np.isfinite(cost)]
+    gain = 1.0 + 2.0 * float(finite.sum()) if finite.size else 0.0  # one more pair outweighs any cost
+    best = np.zeros(cost.shape[1] + 1)
+    took, stayed = np.zeros(cost.shape, dtype=np.bool_), np.zeros(cost.shape, dtype=np.bool_)
+    for row in range(len(cost)):
+        paired = best[:-1] + cost[row] - gain
+        took[row] = paired < best[1:]
+        here = np.minimum(paired, best[1:])
+        lowest = np.minimum.accumulate(np.concatenate([best[:1], here]))
+        stayed[row] = lowest[:-1] <= here  # as good without this column
+        best = lowest
+    pairs, row, column = [], len(cost) - 1, cost.shape[1] - 1
+    while row >= 0 and column >= 0:
+        if stayed[row, column]:
+            column -= 1
+        elif took[row, column]:
+            pairs.append((row, column))
+            row, column = row - 1, column - 1
+        else:
+            row -= 1
+    return pairs[::-1]
 
 
 class _Runs:
