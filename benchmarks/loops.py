@@ -40,7 +40,7 @@ class Loop(Protocol):
 
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=_RATE, momentum=0.9, foreach=True)
+    return torch.optim.SGD(model.parameters(), lr=_RATE, momentum=0.9, fused=True)
 
 
 class DDPLoop:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -43,6 +44,8 @@ _CPU_STEPS = 10
 #: How often, and on how many ops, it is measured what recording an event costs.
 _PROBE_RUNS = 60
 _PROBE_OPS = 8
+#: An event of a real model costs at most so many times what the probe's does: its ops come out of a colder cache.
+_MOST_PROBES = 4.0
 _TAKEN_OVER = "the job's own profiler took over"
 
 
@@ -74,7 +77,7 @@ class StepCapture:
         plain_ns = _probe_ns()
         self._restore: Callable[[], None] | None = None
         self._tap: wire.Tap | None = None
-        self._profiler: profile | None = profile(activities=_activities(on_gpu))
+        self._profiler: profile | None = _profile(on_gpu)
         self._profiler.start()
         try:
             self._probe_cost_ns = max(0.0, _probe_ns() - plain_ns)
@@ -179,14 +182,16 @@ class StepCapture:
     def _overhead_ns(self, trace: RankTrace, steps: int) -> float:
         """What recording one event cost, ns: by how much this thread's CPU time grew in the captured steps.
 
-        Without a figure to compare with, by the probe: it fits into the cache, and so tells too little.
+        The probe fits into the cache: it tells the least an event can cost, and with it what growth is the machine's.
         """
         events = trace.kind == EventKind.CPU_OP
-        if self._cpu.usual_ns and self._cpu.captured_ns and not self._on_gpu:
-            grown_ns = statistics.median(self._cpu.captured_ns) - statistics.median(self._cpu.usual_ns)
-            return max(0.0, grown_ns * steps / max(1, int((events & (trace.step >= 0) & (trace.step < steps)).sum())))
         probe = events & (trace.start < trace.step_bounds[:1, 0])  # before the first step
-        return self._probe_cost_ns * _PROBE_RUNS / max(1, int(probe.sum()))
+        least_ns = self._probe_cost_ns * _PROBE_RUNS / max(1, int(probe.sum()))
+        if not self._cpu.usual_ns or not self._cpu.captured_ns or self._on_gpu:
+            return least_ns
+        grown_ns = statistics.median(self._cpu.captured_ns) - statistics.median(self._cpu.usual_ns)
+        inside = int((events & (trace.step >= 0) & (trace.step < steps)).sum())
+        return min(max(grown_ns * steps / max(1, inside), least_ns), _MOST_PROBES * least_ns)
 
     def _give_way(self) -> None:
         self._give_up(_TAKEN_OVER)
@@ -350,8 +355,14 @@ class HostLoad:
         return found
 
 
-def _activities(on_gpu: bool) -> list[ProfilerActivity]:
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu and torch.cuda.is_initialized() else [])]
+def _profile(on_gpu: bool) -> profile:
+    if on_gpu and torch.cuda.is_initialized():
+        return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+    try:  # correlation is for kernels, and on the CPU a third of what an event costs
+        lean = _ExperimentalConfig(disable_external_correlation=True)
+    except TypeError:  # a torch that has no such switch
+        lean = None
+    return profile(activities=[ProfilerActivity.CPU], experimental_config=lean)
 
 
 def _probe_ns() -> float:

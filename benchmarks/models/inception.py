@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-IMAGE, BATCH, CLASSES, CUT_BY = 139, 8, 1000, 4
+IMAGE, BATCH, CLASSES, CUT_BY = 139, 12, 1000, 4
 CUT = (
     "InceptionV3 with all 11 blocks, without the auxiliary classifier and dropout: width 1/4 (8 of 32 channels at the "
-    "stem), 139x139 images, batch 8"
+    "stem), 139x139 images, batch 12"
 )
 
 

@@ -96,7 +96,7 @@ def test_figures_of_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
         {"plain_ns": [[90 * ms] * 2, [101 * ms] * 2, [99 * ms] * 2], "captured_ns": [[103 * ms] * 2], "traces": ["a"]},
         {"plain_ns": [[97 * ms] * 2, [80 * ms] * 2, [99 * ms] * 2], "captured_ns": [[104 * ms] * 2], "traces": ["b"]},
     ]
-    found = figures(answers)
+    found = figures([answers])
     assert found["measured_ms"] == 99  # 97 97 101 101 99 99
     # against the two windows beside the capture, 101 101 99 99
     assert (found["replayed_ms"], found["error_pct"]) == (108, 8.0)
