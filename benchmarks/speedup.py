@@ -8,6 +8,9 @@ in force: the default settings, timed once more, where its verdict was that noth
 then windows of that job and of the default one take turns, the other one stopped. ``autotune_ms`` is the default's
 time over the speed-up seen there. DDP has no autotune: null.
 
+``possible_speedup`` is about the most that any settings could reach: the default's time over that with nothing to hold
+the link back, or over what the gradients take at the link's rate, whichever is more; its windows take turns as well.
+
 ``python -m benchmarks.speedup --json`` prints ``{place, cuts, cells, summary}``; a cell has the keys ``model, comm,
 link, hosts, default_ms, tuned_ms, autotune_ms, sweep_best_ms, predicted_ms, verdict``, spreads and what was set.
 """
@@ -29,6 +32,7 @@ from benchmarks.cells import COMMS, LINKS, MODELS, Jobs, JobSet, say, slowest_ms
 from benchmarks.matrix import run_matrix
 from benchmarks.tables import speedup_table
 from benchmarks.testbed import TestbedError
+from benchmarks.testbed.network import UNSHAPED, parse_rate
 from dpro.errors import DproError
 from dpro.plan import Plan
 
@@ -86,6 +90,7 @@ def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, 
         "noise_pct": round(100 * max(_noise(times_ms[arm]) for arm in (DEFAULT, TUNED)), 2),
         "steps": {arm: len(times) for arm, times in times_ms.items()},
     }  # fmt: skip
+    found["possible_speedup"] = _possible(job, link, sum(nbytes for _, nbytes in ready))
     if jobs.comm == "horovod" and args.autotune_factor:
         found |= _autotune(job, link, round(args.autotune_factor * tuned["steps"]), found["default_ms"], args)
     say(
@@ -138,6 +143,21 @@ def _autotune(job: JobSet, link: str, steps: int, default_ms: float, args: argpa
     }
 
 
+def _possible(job: JobSet, link: str, nbytes: int) -> float:
+    """See the module's ``possible_speedup``. ``nbytes``: of all gradients; a ring sends 2 (n-1)/n of them."""
+    if LINKS[link] == UNSHAPED:
+        return 1.0
+    hosts = job.jobs.hosts
+    wire_ms = nbytes * 2 * (hosts - 1) / hosts * 8 / parse_rate(LINKS[link]) * 1e3
+    ratios = []
+    for _ in range(_WINDOWS):
+        here = _window(job)
+        job.bed.set_rate(UNSHAPED)
+        ratios.append(here / max(wire_ms, _window(job)))
+        job.bed.set_rate(LINKS[link])
+    return round(statistics.median(ratios), 4)
+
+
 def _window(job: JobSet) -> float:
     answers = job.ask("train", steps=1, window=_WINDOW_STEPS)
     return float(statistics.median(slowest_ms([a["times_ns"] for a in answers]).tolist()))
@@ -172,6 +192,8 @@ def summarise(found: list[dict[str, Any]]) -> dict[str, Any]:
         ratios = [cell[key] / cell["tuned_ms"] for cell in good if cell[key] is not None]
         if ratios:
             total |= {f"median_{name}": round(statistics.median(ratios), 4), f"lowest_{name}": round(min(ratios), 4)}
+    if good:
+        total["median_possible_speedup"] = round(statistics.median(cell["possible_speedup"] for cell in good), 4)
     return total
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dpro.cost.sync import SyncModel
 from dpro.graph.assemble import assemble
 from dpro.graph.graph import Graph, OpKind
+from dpro.graph.wire import _in_order
 from dpro.passes.tensor_fusion import TensorFusion
 from dpro.replay import oracle
 from dpro.replay.engine import replay
@@ -153,6 +159,56 @@ def test_messages_go_to_the_collective_they_serve(tags: tuple[int, int]) -> None
     assert back["transmit_ns"] == 2 * (60 + 80) * US
     assert back["wait_ns"] == 2 * 45 * US  # rank 0 was there at 120, rank 1 sent at 165
     assert there["wait_ns"] == 2 * 10 * US
+
+
+def test_two_collectives_that_each_hold_the_messages_of_both() -> None:
+    """Threads that got no core: nothing moves until both were handed over, and the first one's run ends last."""
+    both = []
+    for at, tag in ((150, 7), (170, 8)):
+        messages = [(s, r, at + 40 * k, at + 40 * k + 15, 1_000) for k in range(2) for s, r in ((0, 1), (1, 0))]
+        both.append(AllReduce(2_000, [at - 50, at - 50], [320, 320], messages, tag))
+    # so the first one's messages are nearer to the second one's run
+    both[0].launched, both[1].launched, both[0].left = [20, 20], [140, 140], [330, 330]
+    graph = assemble(job(both, used=[340, 340], end=400), messages=True)
+    assert graph.info["messages"]["collectives_with_all_messages"] == 2
+    first, second = (
+        min(int(graph.column("gap")[op]) for op in bucket.ops if graph.column("kind")[op] == OpKind.SEND)
+        for bucket in graph.buckets
+    )
+    # the first one's first call came 130 after it was handed over, and the later steps 25 after the one before
+    assert (first, second) == (25 * US, 25 * US)
+    waits = [max(int(graph.column("gap")[op]) for op in bucket.ops) for bucket in graph.buckets]
+    assert waits == [130 * US, 320 * US - 225 * US]
+
+
+@settings(max_examples=200)
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0, 2.0, 5.0, np.inf]), min_size=4, max_size=4), max_size=4))
+def test_pairs_in_order_are_most_and_then_cheapest(rows: list[list[float]]) -> None:
+    cost = np.array(rows, dtype=np.float64).reshape(-1, 4)
+
+    def every(row: int, column: int) -> Iterator[list[tuple[int, int]]]:
+        yield []
+        for i in range(row, len(cost)):
+            for j in range(column, 4):
+                if np.isfinite(cost[i, j]):
+                    yield from ([(i, j), *rest] for rest in every(i + 1, j + 1))
+
+    def worth(pairs: list[tuple[int, int]]) -> tuple[int, float]:
+        return len(pairs), -sum(float(cost[pair]) for pair in pairs)
+
+    found = _in_order(cost)
+    assert all(a[0] < b[0] and a[1] < b[1] for a, b in itertools.pairwise(found))
+    assert worth(found) == max(worth(pairs) for pairs in every(0, 0))
+
+
+@pytest.mark.parametrize(("called", "gap"), [(159, 0), (155, 0), (130, 10), (125, 5)])
+def test_a_call_just_before_the_traced_arrival_of_the_peer_waited_for_it(called: float, gap: float) -> None:
+    reduces = two_ranks()  # rank 0 hands over at 120, rank 1 at 160
+    reduces[0].messages[0] = (0, 1, called, 220, 1_000)
+    graph = assemble(job(reduces, used=[325, 318], end=400), messages=True)
+    kind, rank = graph.column("kind"), graph.column("rank")
+    [first, *_] = [op for op in range(len(graph)) if kind[op] == OpKind.SEND and rank[op] == 0]
+    assert graph.column("gap")[first] == gap * US
 
 
 @pytest.mark.parametrize("ahead", [5, 500_000, 100_000_000_000])
