@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from dpro.settings import active
+from dpro_integrations.watch import Watch, watch_first
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -47,91 +48,44 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _attach(module: ModuleType) -> None:
     """Tune the first DDP wrapper that the job makes, at the steps of the optimizer that trains it."""
-    wrapper: Any = module.DistributedDataParallel
-    construct = wrapper.__init__
-    watch: _Watch | None = None
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal watch
-        construct(self, *args, **kwargs)
-        try:
-            if watch is None:
-                watch = _Watch(self, restore)
-            elif watch.made is not self:  # it is, when we re-wrap
-                watch.second_model()
-        except Exception as error:  # the job comes first
-            restore()
-            _say(error)
-
-    def restore() -> None:
-        if wrapper.__init__ is __init__:
-            wrapper.__init__ = construct
-
-    __init__.__wrapped__ = construct  # type: ignore[attr-defined]  # inspect.signature sees the real one
-    wrapper.__init__ = __init__
+    watch_first(module.DistributedDataParallel, _Watch)
 
 
-class _Watch:
-    """From the wrapper to the end of its tuning."""
+class _Watch(Watch):
+    another = "the job has two DDP models; give one to dpro_integrations.torch_ddp.autotune()"
 
     def __init__(self, ddp: Any, restore: Callable[[], None]) -> None:
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self.made = ddp
-        self._restore = restore
-        self._tuner: Any = None
+        super().__init__(ddp, restore)
         self._optimizer: Any = None
-        self._over = False
         self._handle = register_optimizer_step_post_hook(torch.compiler.disable(self._stepped))
 
-    def second_model(self) -> None:
-        """One tuner can't tell the all-reduces of two models apart."""
-        reason = "the job has two DDP models; give one to dpro_integrations.torch_ddp.autotune()"
-        if self._tuner is not None:
-            self._tuner.fail(reason)
-        elif not self._over:
-            self._stop()
-            _say(reason)
+    @staticmethod
+    def say(reason: str | BaseException) -> None:
+        _say(reason)
 
-    def _stepped(self, optimizer: Any, *_: Any) -> None:
-        if self._over or (self._optimizer is not None and optimizer is not self._optimizer):
-            return
-        try:
-            if self._optimizer is None and not self._begin(optimizer):
-                return
-            self._tuner.step()
-            if self._tuner.outcome is not None:
-                self._stop()
-        except Exception as error:  # the job comes first
-            self._stop()
-            _say(error)
-
-    def _begin(self, optimizer: Any) -> bool:
+    def _counts(self, *told: Any) -> bool:
         """The first optimizer that holds a parameter of the model counts the iterations."""
+        optimizer = told[0]
+        if self._optimizer is None:
+            own = {id(p) for p in self.made.module.parameters()}
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                self._optimizer = optimizer
+        return optimizer is self._optimizer
+
+    def _make(self) -> Any:
         from dpro_integrations import torch_ddp
 
-        own = {id(p) for p in self.made.module.parameters()}
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            return False
-        if torch_ddp.is_tuned(self.made):  # the job has a callback or a call of its own
-            self._stop()
-            return False
-        self._optimizer = optimizer
-        self._tuner = torch_ddp.make_tuner(self.made)
-        if self._tuner is None:
-            self._stop()
-            return False
-        return True
+        # the job may have a callback or a call of its own
+        return None if torch_ddp.is_tuned(self.made) else torch_ddp.make_tuner(self.made)
 
-    def _stop(self) -> None:
-        """Take back every patch, let go of the job's objects."""
+    def _unhook(self, made: Any) -> None:
         from dpro_integrations.torch_forward import before_next_forward
 
-        self._over = True
-        self._restore()
-        before_next_forward(self.made, self._handle.remove)  # we may be in that hook just now
-        self.made = self._tuner = self._optimizer = None
+        before_next_forward(made, self._handle.remove)
+        self._optimizer = None
 
 
 def _say(reason: str | BaseException) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from dpro_integrations.watch import Watch, watch_first
+
 
 def attach(module: ModuleType) -> None:
     """Tune the first ``DistributedOptimizer`` that the job makes.
@@ -19,87 +21,35 @@ def attach(module: ModuleType) -> None:
         module: ``horovod.torch.optimizer``.
     """
     # every optimizer's class is made from this one's dictionary
-    wrapper: Any = module._DistributedOptimizer
-    construct = wrapper.__init__
-    watch: _Watch | None = None
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal watch
-        construct(self, *args, **kwargs)
-        try:
-            if watch is None:
-                watch = _Watch(self, restore)
-            else:
-                watch.second_optimizer()
-        except Exception as error:  # the job comes first
-            restore()
-            _say(error)
-
-    def restore() -> None:
-        if wrapper.__init__ is __init__:
-            wrapper.__init__ = construct
-
-    __init__.__wrapped__ = construct  # type: ignore[attr-defined]  # inspect.signature sees the real one
-    wrapper.__init__ = __init__
+    watch_first(module._DistributedOptimizer, _Watch)
 
 
-class _Watch:
-    """From the optimizer to the end of its tuning."""
+class _Watch(Watch):
+    another = "the job has two Horovod optimizers; give one to dpro_integrations.horovod_torch.autotune()"
 
     def __init__(self, optimizer: Any, restore: Callable[[], None]) -> None:
         from dpro_integrations.horovod_steps import Steps
 
-        self._optimizer = optimizer
-        self._restore = restore
-        self._tuner: Any = None
-        self._over = False
+        super().__init__(optimizer, restore)
         self._steps = Steps(optimizer, self._stepped, self._joining)
 
-    def second_optimizer(self) -> None:
-        """One tuner can't tell the all-reduces of two optimizers apart."""
-        reason = "the job has two Horovod optimizers; give one to dpro_integrations.horovod_torch.autotune()"
-        if self._tuner is not None:
-            self._tuner.fail(reason)
-        elif not self._over:
-            self._stop()
-            _say(reason)
+    @staticmethod
+    def say(reason: str | BaseException) -> None:
+        from dpro_integrations.base import step_aside
 
-    def _stepped(self) -> None:
-        try:
-            if self._tuner is None and not self._begin():
-                self._stop()
-                return
-            self._tuner.step()
-            if self._tuner.outcome is not None:
-                self._stop()
-        except Exception as error:  # the job comes first
-            self._stop()
-            _say(error)
+        rank = os.environ.get("HOROVOD_RANK", "0")
+        step_aside(reason, int(rank) if rank.isdecimal() else 0)
 
     def _joining(self) -> None:
         if self._tuner is not None:
             self._tuner.close()
         self._stop()
 
-    def _begin(self) -> bool:
-        """At the end of the first step: all ranks are there then, or will be soon."""
+    def _make(self) -> Any:
         from dpro_integrations import horovod_torch
 
-        if horovod_torch.is_tuned(self._optimizer):  # the job has a call of its own
-            return False
-        self._tuner = horovod_torch.make_tuner(self._optimizer)
-        return self._tuner is not None
+        # the job may have a call of its own
+        return None if horovod_torch.is_tuned(self.made) else horovod_torch.make_tuner(self.made)
 
-    def _stop(self) -> None:
-        """Take back every patch, let go of the job's objects."""
-        self._over = True
-        self._restore()
+    def _unhook(self, made: Any) -> None:
         self._steps.stop()
-        self._tuner = self._optimizer = None
-
-
-def _say(reason: str | BaseException) -> None:
-    from dpro_integrations.base import step_aside
-
-    rank = os.environ.get("HOROVOD_RANK", "0")
-    step_aside(reason, int(rank) if rank.isdecimal() else 0)

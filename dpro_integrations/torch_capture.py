@@ -44,8 +44,8 @@ _CPU_STEPS = 10
 #: How often, and on how many ops, it is measured what recording an event costs.
 _PROBE_RUNS = 60
 _PROBE_OPS = 8
-#: An event of a real model costs at most so many times what the probe's does: its ops come out of a colder cache.
-_MOST_PROBES = 4.0
+#: An event of a real model costs at most so many times what the probe's does: colder caches, fresh memory.
+_MOST_PROBES = 10.0
 _TAKEN_OVER = "the job's own profiler took over"
 
 
@@ -123,7 +123,7 @@ class StepCapture:
             trace = kineto.read(path)
         trace.shift(-((first + last) // 2))
         trace.meta.clock = "monotonic"
-        overhead_ns = self._overhead_ns(trace, steps)
+        overhead_ns = self._overhead_ns(trace, steps) * _stretch(contention)
         # the range that was open when we stopped belongs to no step
         trace.step_bounds = trace.step_bounds[:steps]
         trace.columns["step"] = np.where(trace.step < steps, trace.step, -1).astype(np.int32)
@@ -180,7 +180,7 @@ class StepCapture:
             self._last_ready = list(self._ready)
 
     def _overhead_ns(self, trace: RankTrace, steps: int) -> float:
-        """What recording one event cost, ns: by how much this thread's CPU time grew in the captured steps.
+        """CPU time of recording one event, ns: by how much this thread's CPU time grew in the captured steps.
 
         The probe fits into the cache: it tells the least an event can cost, and with it what growth is the machine's.
         """
@@ -382,6 +382,12 @@ def _probe_ns() -> float:
             torch.autograd.grad(result.sum(), weight)
             times.append(time.perf_counter_ns() - start)
     return statistics.median(times)
+
+
+def _stretch(contention: dict[str, float]) -> float:
+    """Wall time of the training thread per CPU time that it wanted: more than 1 where others have its core as well."""
+    running_ns = contention.get("main_cpu_ns", 0.0)
+    return 1.0 + contention["main_delay_ns"] / running_ns if running_ns else 1.0
 
 
 def clock_pair_ns() -> int:

@@ -13,6 +13,7 @@ from tests.frameworks.horovod_torch.conftest import HorovodRanks
 from tests.frameworks.launch import QUICK, ROOT, clean_environment
 
 SCRIPT = ROOT / "tests" / "frameworks" / "scripts" / "unchanged_horovod.py"
+ELASTIC = SCRIPT.with_name("elastic_horovod.py")
 
 
 def horovodrun(folder: Path, **env: str) -> str:
@@ -41,3 +42,24 @@ def test_an_unchanged_horovod_script_is_tuned_and_trains_to_the_same_bits(ranks:
     (run,) = (tmp_path / "with" / "runs").iterdir()
     verdict = json.loads((run / "outcome.json").read_text())["verdict"]
     assert verdict in {Verdict.KEPT.value, Verdict.ROLLED_BACK.value, Verdict.NO_BETTER_PLAN.value}, found
+
+
+def test_an_elastic_job_is_left_alone_and_resets(ranks: HorovodRanks, tmp_path: Path) -> None:
+    """A real reset: Horovod goes down on two workers and starts again with three."""
+    slots, discover = tmp_path / "slots", tmp_path / "discover.sh"
+    slots.write_text("localhost:2\n")
+    discover.write_text(f"#!/bin/sh\ncat {slots}\n")
+    discover.chmod(0o755)
+    command = [str(PYTHON.with_name("horovodrun")), "--gloo", "-np", "2", "--min-np", "2", "--max-np", "3"]
+    command += ["--host-discovery-script", str(discover), str(PYTHON), str(ELASTIC), str(slots)]
+    given = clean_environment(**(QUICK | {"DPRO_RUNS_DIR": str(tmp_path / "runs"), "DPRO": "apply"}))
+    done = subprocess.run(
+        command, cwd=tmp_path, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout
+    ends = re.findall(r"trained by \[(.*)\] workers, at the end 3, sum (\S+)", done.stdout)
+    assert sorted(sizes for sizes, _ in ends) == ["2, 3", "2, 3", "3"], done.stdout
+    assert len({total for _, total in ends}) == 1
+    assert done.stdout.count("stepped aside: the job is elastic") >= 2, done.stdout
+    assert "profiling" not in done.stdout
+    assert "Traceback" not in done.stdout
