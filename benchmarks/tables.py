@@ -151,10 +151,12 @@ def main() -> int:
     parser.add_argument("kind", choices=["accuracy", "plans", "speedup"])
     parser.add_argument("result", type=Path, help="what the benchmark printed with --json")
     parser.add_argument("document", type=Path)
+    parser.add_argument("--name", help="of the markers, if not that of the kind: a table of some cells only")
     args = parser.parse_args()
     make = {"accuracy": accuracy_table, "plans": plans_table, "speedup": speedup_table}[args.kind]
     try:
-        make(json.loads(args.result.read_text())).into(args.document)
+        table = make(json.loads(args.result.read_text()))
+        (Table(args.name, table.text) if args.name else table).into(args.document)
     except (OSError, ValueError) as error:
         print(f"tables: {error}", file=sys.stderr)
         return 2
