@@ -43,7 +43,8 @@ _MEMORY = {
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
 #: Every grouping has names of its own: with all arms of a sweep they overflow the usual cache of responses.
-_HOROVOD = {"HOROVOD_CACHE_CAPACITY": "16384"}
+#: And a job that is paused for minutes while another runs must not count that as a peer that is gone (30 s).
+_HOROVOD = {"HOROVOD_CACHE_CAPACITY": "16384", "HOROVOD_GLOO_TIMEOUT_SECONDS": "900"}
 _POLL_S = 0.02
 
 
