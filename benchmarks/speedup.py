@@ -8,8 +8,9 @@ in force: the default settings, timed once more, where its verdict was that noth
 then windows of that job and of the default one take turns, the other one stopped. ``autotune_ms`` is the default's
 time over the speed-up seen there. DDP has no autotune: null.
 
-``possible_speedup`` is about the most that other buckets or groups could reach: the default's time over that with nothing to hold
-the link back, or over what the gradients take at the link's rate, whichever is more; its windows take turns as well.
+``possible_speedup`` is about the most that other buckets or groups could reach: the default's time over that with
+nothing to hold the link back, or over what the gradients take at the link's rate, whichever is more; its windows take
+turns as well.
 
 ``python -m benchmarks.speedup --json`` prints ``{place, cuts, cells, summary}``; a cell has the keys ``model, comm,
 link, hosts, default_ms, tuned_ms, autotune_ms, sweep_best_ms, predicted_ms, verdict``, spreads and what was set.
