@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.loops import LOOPS, Loop, put
 from benchmarks.models import make
+from dpro.outcome import Outcome
 from dpro.plan import Plan
 
 _POLL_S = 0.005
@@ -75,7 +76,8 @@ class Rank:
     def tune(self, settings: dict[str, Any], most_steps: int) -> dict[str, Any]:
         """Let dpro tune the job to its verdict, then give the job's own settings back.
 
-        Answers the outcome's figures, ``plan`` (JSON, None unless there is one) and ``steps`` that tuning took.
+        Answers the outcome's figures, ``plan`` and ``at_start`` (JSON, None unless there is one) and ``steps`` that
+        tuning took.
         """
         tuner = self._loop.autotune(settings)
         if tuner is None:
@@ -96,7 +98,13 @@ class Rank:
             "verdict": outcome.verdict.name, "reason": outcome.reason, "steps": tuner.steps,
             "predicted_ms": outcome.predicted_ms, "baseline_ms": outcome.baseline_ms,
             "measured_ms": outcome.measured_ms, "plan": plan.dumps() if plan else None,
+            "at_start": _at_start(outcome),
         }  # fmt: skip
+
+    def hold(self, plan: str | None) -> dict[str, Any]:
+        """Put ``plan`` in force and leave it."""
+        put(self._loop.adapter, None if plan is None else Plan.loads(plan))
+        return {}
 
     def ready(self) -> dict[str, Any]:
         """Answers ``ready``: (name, bytes) of every gradient, in the order in which one step makes them ready."""
@@ -162,6 +170,12 @@ class Rank:
         if self._loop.rank == 0:
             _write(told, own)
         return bool(_wait(told))
+
+
+def _at_start(outcome: Outcome) -> str | None:
+    """The plan for a job that is started anew, on rank 0."""
+    planned = outcome.planned
+    return planned.at_start[1].dumps() if planned is not None and planned.at_start is not None else None
 
 
 def _write(file: Path, content: Any) -> None:

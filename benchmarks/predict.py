@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from dpro.adapter import Knob
-from dpro.cost.sync import fit_buckets
-from dpro.graph.assemble import assemble, assemble_steps
+from dpro.graph.assemble import assemble
 from dpro.graph.graph import Graph
 from dpro.passes.contention import relieve
 from dpro.passes.ddp_buckets import MIB
 from dpro.passes.tensor_fusion import Grouping, captured, ddp_grouping, ready_order
 from dpro.plan import Plan
+from dpro.planning import inform
 from dpro.replay.baselines import daydream
 from dpro.replay.engine import replay
 from dpro.search.critical_path import optimize
@@ -73,11 +73,10 @@ class Predictor:
 
     def __init__(self, traces: list[RankTrace], comm: str, measured_ms: float) -> None:
         self.graph: Graph = assemble(traces)
-        self.graph.info.update(traces[0].meta.extra.get("graph_info", {}))
         self._comm, self._measured_ms = comm, measured_ms
-        contention = [trace.meta.contention for trace in traces]
-        steps = min(trace.steps for trace in traces)
-        self.graph.info["sync"] = fit_buckets(assemble_steps(traces), contention=contention, steps=steps)
+        inform(self.graph, traces)
+        if "sync" not in self.graph.info:
+            raise ValueError("no bucket was seen to be synchronised")
 
     @property
     def total_bytes(self) -> int:

@@ -8,6 +8,10 @@ in force: the default settings, timed once more, where its verdict was that noth
 then windows of that job and of the default one take turns, the other one stopped. ``autotune_ms`` is the default's
 time over the speed-up seen there. DDP has no autotune: null.
 
+Where dpro has a plan for a job that is started anew (Horovod's cycle time, which it reads at the start alone), that
+job is compared with the default one in the same way, and ``tuned_ms`` is what follows the plan: the default's time over
+that speed-up; ``in_job_ms`` is what was in force in the job that was tuned. ``start_predicted_ms``: what dpro said.
+
 ``possible_speedup`` is about the most that other buckets or groups could reach: the default's time over that with
 nothing to hold the link back, or over what the gradients take at the link's rate, whichever is more; its windows take
 turns as well.
@@ -25,7 +29,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +49,8 @@ _MIB = 2**20
 SETTINGS = {"warmup_steps": 4, "baseline_steps": 8, "capture_steps": 5, "verify_steps": 6, "trials": 2}
 _MOST_STEPS = 400
 _WINDOWS, _WINDOW_STEPS = 4, 6
+#: Steps of a job that was just started before it is compared.
+_FIRST_STEPS = 5
 
 
 def uniform_plan(comm: str, ready: list[tuple[str, int]], cap_mib: float) -> Plan:
@@ -82,6 +89,7 @@ def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, 
         "model": jobs.model, "comm": jobs.comm, "link": link, "hosts": jobs.hosts, "emulated": jobs.emulated,
         "mode": job.mode,
         "default_ms": round(medians[DEFAULT], 2), "tuned_ms": round(medians[TUNED], 2),
+        "in_job_ms": round(medians[TUNED], 2), "start_plan": None, "start_predicted_ms": None,
         "autotune_ms": None, "autotune_speedup": None,
         "sweep_best_ms": round(medians[best], 2), "sweep_best": best,
         "sweep_ms": {arm: round(medians[arm], 2) for arm in sweep},
@@ -92,11 +100,14 @@ def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, 
         "steps": {arm: len(times) for arm, times in times_ms.items()},
     }  # fmt: skip
     found["possible_speedup"] = _possible(job, link, sum(nbytes for _, nbytes in ready))
+    if tuned["at_start"]:
+        found |= _started_anew(job, link, Plan.loads(tuned["at_start"]), found["default_ms"], args)
     if jobs.comm == "horovod" and args.autotune_factor:
         found |= _autotune(job, link, round(args.autotune_factor * tuned["steps"]), found["default_ms"], args)
     say(
-        f"  {link}: default {found['default_ms']:.1f}, tuned {found['tuned_ms']:.1f}, best of the sweep "
-        f"{found['sweep_best_ms']:.1f} ({best}), autotune {found['autotune_ms']}; {time.monotonic() - begin_s:.0f} s"
+        f"  {link}: default {found['default_ms']:.1f}, tuned {found['tuned_ms']:.1f} (in the job "
+        f"{found['in_job_ms']:.1f}), best of the sweep {found['sweep_best_ms']:.1f} ({best}), autotune "
+        f"{found['autotune_ms']}; {time.monotonic() - begin_s:.0f} s"
     )
     return found
 
@@ -119,13 +130,50 @@ def _arms(
 
 
 def _autotune(job: JobSet, link: str, steps: int, default_ms: float, args: argparse.Namespace) -> dict[str, Any]:
-    """Train a job under HOROVOD_AUTOTUNE for ``steps`` steps, then compare it with ``job``, window by window."""
+    """A job under HOROVOD_AUTOTUNE that has trained for ``steps`` steps, against ``job``."""
+
+    def train(other: JobSet) -> None:
+        other.ask("train", steps=steps, window=1)
+
+    ratios = _beside(job, link, {"HOROVOD_AUTOTUNE": "1"}, train, args.timeout_s + steps)
+    speedup = statistics.median(ratios)
+    return {
+        "autotune_ms": round(default_ms / speedup, 2),
+        "autotune_speedup": round(speedup, 4),
+        "autotune_speedup_each": [round(ratio, 3) for ratio in ratios],
+        "autotune_steps": steps,
+    }
+
+
+def _started_anew(job: JobSet, link: str, plan: Plan, default_ms: float, args: argparse.Namespace) -> dict[str, Any]:
+    """A job that is started as ``plan`` says, its groups in force, against ``job``."""
+    groups = replace(plan, cycle_time=None)
+
+    def hold(other: JobSet) -> None:
+        other.ask("train", steps=_FIRST_STEPS, window=1)
+        if groups.settings():
+            other.ask("hold", plan=groups.dumps())
+
+    ratios = _beside(job, link, {"HOROVOD_CYCLE_TIME": str(plan.cycle_time)}, hold, args.timeout_s)
+    speedup = statistics.median(ratios)
+    return {
+        "tuned_ms": round(default_ms / speedup, 2),
+        "start_speedup_each": [round(ratio, 3) for ratio in ratios],
+        "start_plan": json.loads(plan.dumps()),
+        "start_predicted_ms": plan.predicted_ms,
+    }
+
+
+def _beside(
+    job: JobSet, link: str, env: dict[str, str], prepare: Callable[[JobSet], None], timeout_s: float
+) -> list[float]:
+    """Speed-ups over ``job`` of another job with ``env``, window by window; one is stopped while the other runs."""
     ratios = []
     job.pause()
     try:
-        with JobSet(job.jobs, {"HOROVOD_AUTOTUNE": "1"}, timeout_s=args.timeout_s + steps) as other:
+        with JobSet(job.jobs, env, timeout_s=timeout_s) as other:
             other.bed.set_rate(LINKS[link])
-            other.ask("train", steps=steps, window=1)
+            prepare(other)
             for _ in range(_WINDOWS):
                 there = _window(other)
                 other.pause()
@@ -135,13 +183,7 @@ def _autotune(job: JobSet, link: str, steps: int, default_ms: float, args: argpa
                 other.resume()
     finally:
         job.resume()
-    speedup = statistics.median(ratios)
-    return {
-        "autotune_ms": round(default_ms / speedup, 2),
-        "autotune_speedup": round(speedup, 4),
-        "autotune_speedup_each": [round(ratio, 3) for ratio in ratios],
-        "autotune_steps": steps,
-    }
+    return ratios
 
 
 def _possible(job: JobSet, link: str, nbytes: int) -> float:

@@ -7,8 +7,9 @@ loopback, where nothing but the processor limits them, in short windows with the
 
 ``python -m benchmarks.wire --json``: keys ``bytes_sent, bytes_seen, matched_pct`` (of the worst case),
 ``slowdown_pct`` (median of the ratios of adjacent windows; ``slowdown_low_pct, slowdown_high_pct``: the middle half),
-and ``cases`` with the detail. Horovod's cases need a Python that has it (``make backends``); without one they are
-left out and ``missing`` says so.
+``slowdown_cpu_pct`` (the same of all threads' CPU time, which is all that the tracer takes, and scatters less),
+``slowdown_error_pct, slowdown_cpu_error_pct`` (standard errors of the two), and ``cases`` with the detail. Horovod's
+cases need a Python that has it (``make backends``); without one they are left out and ``missing`` says so.
 """
 
 from __future__ import annotations
@@ -144,21 +145,23 @@ def matched(ranks: Ranks, folder: Path) -> None:
 
 
 def slowdown(ranks: Ranks, folder: Path, windows: int) -> None:
-    """Time per all-reduce in windows without and with the tracer, in the order A B B A; rank 0 writes them, ms."""
+    """Wall and CPU time per all-reduce in windows without and with the tracer, in the order A B B A; rank 0 writes
+    them, ms.
+    """
     tensor = ranks.torch.ones(_WINDOW_BYTES // 4)
     all_reduce = ranks.torch.distributed.all_reduce
 
-    def window() -> float:
+    def window() -> tuple[float, float]:
         all_reduce(tensor)  # after a pause
-        times = []
+        times, cpu = [], time.process_time()
         for _ in range(_OPS):
             ranks.barrier()
             begin = time.perf_counter()
             all_reduce(tensor)
             times.append((time.perf_counter() - begin) * 1e3)
-        return min(times)
+        return min(times), (time.process_time() - cpu) * 1e3 / _OPS
 
-    def traced_window() -> float:
+    def traced_window() -> tuple[float, float]:
         with wire.capture() as seen:
             taken = window()
         if not len(seen.events):
@@ -253,7 +256,9 @@ def slowdown_case(args: argparse.Namespace) -> dict[str, Any]:
     with Testbed(2, pin=True, loopback=True) as bed, tempfile.TemporaryDirectory() as scratch:
         run_job(SLOWDOWN, bed, "ddp", args, Path(scratch))
         pairs = json.loads((Path(scratch) / "rank0.json").read_text())
-    low, middle, high = statistics.quantiles([100 * (on / off - 1) for off, on in pairs], n=4)
+    wall, cpu = ([(off[i], on[i]) for off, on in pairs] for i in range(2))
+    low, middle, high = _growth_pct(wall)
+    cpu_low, cpu_middle, cpu_high = _growth_pct(cpu)
     return {
         "case": SLOWDOWN,
         "hosts": 2,
@@ -262,11 +267,22 @@ def slowdown_case(args: argparse.Namespace) -> dict[str, Any]:
         "slowdown_pct": middle,
         "slowdown_low_pct": low,
         "slowdown_high_pct": high,
-        "off_ms": statistics.median(off for off, _ in pairs),
-        "on_ms": statistics.median(on for _, on in pairs),
-        # what the noise of the machine lets be told apart: the standard error of the median of the ratios
-        "slowdown_error_pct": 1.25 * (high - low) / 1.35 / len(pairs) ** 0.5,
+        "off_ms": statistics.median(off for off, _ in wall),
+        "on_ms": statistics.median(on for _, on in wall),
+        "slowdown_error_pct": _error(low, high, len(pairs)),
+        "slowdown_cpu_pct": cpu_middle,
+        "slowdown_cpu_error_pct": _error(cpu_low, cpu_high, len(pairs)),
     }
+
+
+def _growth_pct(pairs: list[tuple[float, float]]) -> list[float]:
+    """Quartiles of the second over the first."""
+    return statistics.quantiles([100 * (on / off - 1) for off, on in pairs], n=4)
+
+
+def _error(low: float, high: float, count: int) -> float:
+    """What the noise of the machine lets be told apart: the standard error of a median, from the middle half."""
+    return 1.25 * (high - low) / 1.35 / float(count**0.5)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -286,9 +302,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     cases.append(slowdown_case(args))
     found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "rate": args.rate, "missing": missing}
     for case in cases:
-        for key in ("bytes_sent", "bytes_seen", "slowdown_pct", "slowdown_low_pct", "slowdown_high_pct"):
-            if key in case:
-                found[key] = case[key]
+        found |= {key: case[key] for key in case if key.startswith("slowdown_") or key in ("bytes_sent", "bytes_seen")}
     found["matched_pct"] = min(case["matched_pct"] for case in cases if case["case"] == MATCHED)
     return found | {"cases": cases}
 
@@ -300,7 +314,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--comms", nargs="+", default=["ddp", "horovod"], choices=["ddp", "horovod"])
     parser.add_argument("--rate", default="10gbit", help="of each host's link where bytes are counted")
-    parser.add_argument("--windows", type=int, default=150, help="pairs of windows of the slow-down")
+    parser.add_argument("--windows", type=int, default=300, help="pairs of windows of the slow-down")
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--timeout-s", type=float, default=300)
     parser.add_argument("--job", choices=[EXACT, MATCHED, SLOWDOWN], help=argparse.SUPPRESS)

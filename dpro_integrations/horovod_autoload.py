@@ -1,7 +1,8 @@
 """Activation by environment for Horovod: ``DPRO=apply horovodrun … train.py`` on an unchanged script.
 
-``autoload`` calls :func:`attach` when the job imports ``horovod.torch``. What Horovod reads from the environment
-stays as the job has it.
+``autoload`` calls :func:`attach` when the job imports ``horovod.torch``, which is before Horovod reads its settings
+from the environment: a plan's cycle time is put there, where the job has none of its own. All else stays as the job
+has it.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from dpro_integrations.horovod_start import start_with_plan
 from dpro_integrations.watch import Watch, watch_first
 
 
 def attach(module: ModuleType) -> None:
-    """Tune the first ``DistributedOptimizer`` that the job makes.
+    """Tune the first ``DistributedOptimizer`` that the job makes; start Horovod as the plan given has it.
 
     Args:
         module: ``horovod.torch.optimizer``.
     """
+    start_with_plan()
     # every optimizer's class is made from this one's dictionary
     watch_first(module._DistributedOptimizer, _Watch)
 

@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from dpro.errors import TraceError
 from dpro.trace import horovod as timelines
 from dpro.trace.model import EventKind, RankTrace, Tensor, TraceBuilder
+from dpro_integrations.host_load import IdleLoad
 from dpro_integrations.torch_capture import StepCapture, StepCpu, clock_pair_ns
 
 #: Defaults of HOROVOD_CYCLE_TIME, ms, and HOROVOD_FUSION_THRESHOLD, bytes (``common/operations.cc``).
@@ -51,6 +52,7 @@ class Capture(StepCapture):
         #: (name, gradient, start, end), CLOCK_MONOTONIC ns
         self._spans: list[tuple[str, int, int, int]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._idle = IdleLoad()
         super().__init__(usual_s, bool(params) and params[0].is_cuda, cpu)
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -69,8 +71,13 @@ class Capture(StepCapture):
                 hvd.start_timeline(self._timeline_file(self._folder))
                 self._handles.append(_Undo(hvd.stop_timeline))
 
+    def _open_step(self) -> None:
+        super()._open_step()
+        self._idle.begin()
+
     def _complete(self, trace: RankTrace) -> RankTrace:
         meta = trace.meta
+        meta.contention["idle_share"] = self._idle.share()
         meta.rank, meta.world_size = hvd.rank(), hvd.size()
         meta.framework = f"horovod {horovod.__version__}, torch {torch.__version__}"
         meta.source = "horovod_torch"
@@ -125,6 +132,7 @@ class Capture(StepCapture):
         """For the optimizer's two ways to hand in: one parameter, or a group of them."""
 
         def submit(given: Any, *args: Any) -> Any:
+            self._idle.end()
             start = time.monotonic_ns()
             handle, context = original(given, *args)
             end = time.monotonic_ns()

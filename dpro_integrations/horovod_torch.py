@@ -31,6 +31,7 @@ from dpro_integrations.base import step_aside
 from dpro_integrations.horovod_capture import Capture
 from dpro_integrations.horovod_exchange import join_exchange
 from dpro_integrations.horovod_groups import Groups
+from dpro_integrations.horovod_start import started_with
 from dpro_integrations.horovod_steps import Steps
 from dpro_integrations.torch_adapter import TorchAdapter
 from dpro_integrations.torch_capture import StepCpu
@@ -79,7 +80,7 @@ class HorovodTorchAdapter(TorchAdapter):
         self._before_step: Any = None  # the handle of the hook that ends it, from the first obstacle() on
 
     def capabilities(self) -> set[Knob]:
-        return set() if self.why_not() else {Knob.GROUPS}
+        return set() if self.why_not() else {Knob.GROUPS, Knob.CYCLE_TIME}
 
     def why_not(self) -> str:
         optimizer = self._optimizer
@@ -212,6 +213,7 @@ def make_tuner(
         if not isinstance(plan, Plan):
             file = plan or settings.plan
             plan = Plan.load(Path(file)) if file else None
+        plan = started_with(plan)
         tuner = Tuner(HorovodTorchAdapter(optimizer, exchange), settings, plan=plan, on_done=on_done)
     except Exception:
         exchange.leave()  # whoever does tune need not wait for us

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import socket
 import statistics
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from dpro.clock.identity import CLOCK_ID, clock_id
 from dpro.trace import kineto, wire
 from dpro.trace.model import EventKind, RankTrace, Tensor
+from dpro_integrations.host_load import HostLoad
 from dpro_integrations.torch_forward import ForwardHook
 from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
 
@@ -309,50 +308,6 @@ class StepCpu:
             self.captured_ns.clear()
         self._capturing = runs
         self._at = time.thread_time_ns() if runs else None
-
-
-class HostLoad:
-    """CPU time of this process's threads, from Linux's per-thread scheduler statistics.
-
-    ``since()`` gives ns since construction: ``main_cpu_ns`` the calling thread on a core,
-    ``main_delay_ns`` the calling thread runnable but without one, ``others_cpu_ns`` all other
-    threads (communication mostly), ``wall_ns``; ``cores`` this process may run on. Empty where the system has
-    no such figures.
-    """
-
-    def __init__(self) -> None:
-        self._main = threading.get_native_id()
-        self._start = self._read()
-        self._wall = time.monotonic_ns()
-
-    def since(self) -> dict[str, float]:
-        now = self._read()
-        if not now or not self._start:
-            return {}
-        zero = (0, 0)
-        main, was = now.get(self._main, zero), self._start.get(self._main, zero)
-        others = sum(cpu - self._start.get(tid, zero)[0] for tid, (cpu, _) in now.items() if tid != self._main)
-        return {
-            "main_cpu_ns": float(main[0] - was[0]),
-            "main_delay_ns": float(main[1] - was[1]),
-            "others_cpu_ns": float(others),
-            "wall_ns": float(time.monotonic_ns() - self._wall),
-            "cores": float(len(os.sched_getaffinity(0))),
-        }
-
-    @staticmethod
-    def _read() -> dict[int, tuple[int, int]]:
-        found: dict[int, tuple[int, int]] = {}
-        try:
-            for tid in os.listdir("/proc/self/task"):
-                try:
-                    cpu, delay = Path(f"/proc/self/task/{tid}/schedstat").read_text().split()[:2]
-                    found[int(tid)] = (int(cpu), int(delay))
-                except (OSError, ValueError):
-                    continue  # the thread ended while we looked
-        except OSError:
-            return {}
-        return found
 
 
 def _profile(on_gpu: bool) -> profile:

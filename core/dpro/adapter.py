@@ -10,13 +10,14 @@ from dpro.trace.model import RankTrace
 
 
 class Knob(Enum):
-    """A setting an adapter can change in the running job."""
+    """A setting an adapter can change in the running job, or where it says so when one is started."""
 
     BUCKET_LIST = "bucket_list"  # DDP: one cap per bucket
     BUCKET_CAP = "bucket_cap"  # DDP: one cap for all buckets
     BUCKET_VIEW = "bucket_view"  # DDP: gradients as views of their bucket
     BATCHED_COPY = "batched_copy"  # DDP: gradients copied into their bucket together
     GROUPS = "groups"  # Horovod: explicit tensor groups
+    CYCLE_TIME = "cycle_time"  # Horovod: how often its thread goes round; read when a job starts
 
 
 class Exchange(Protocol):

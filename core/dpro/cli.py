@@ -193,7 +193,9 @@ def align(path: PathArgument, json: Json = False) -> None:
 @command
 def optimize(
     path: PathArgument,
-    passes: Annotated[str, typer.Option(help="Passes to use, by name, with commas between.")] = "tensor_fusion",
+    passes: Annotated[
+        str, typer.Option(help="Passes to use, by name, with commas between.")
+    ] = "tensor_fusion,cycle_time",
     strategy: Annotated[str, typer.Option(help="Who chooses the edits: dpro.")] = "dpro",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here.")] = None,
     json: Json = False,
@@ -201,6 +203,7 @@ def optimize(
     """Search for a faster plan, judged by replay."""
     from dpro.adapter import Knob
     from dpro.passes import registry
+    from dpro.planning import inform
     from dpro.report import files
     from dpro.search.critical_path import optimize as search
 
@@ -213,6 +216,10 @@ def optimize(
         knobs |= registry.find(name).knobs
     traces = _load(path)
     graph = _assemble(path, traces)
+    # what a plan for the library that was seen can hold
+    horovods = {Knob.GROUPS, Knob.CYCLE_TIME}
+    knobs = knobs & horovods if graph.info.get("negotiated") else knobs - horovods
+    inform(graph, traces)
     found = search(graph, knobs=knobs, fingerprint=_fingerprint(traces))
     best = found.candidates[0] if found.candidates else None
     warnings = list(graph.warnings)
@@ -222,7 +229,10 @@ def optimize(
         with files.naming(output):
             best.plan.save(output)
     if json:
-        plans = [{"name": c.name, "predicted_ms": c.predicted_ms, "plan": asdict(c.plan)} for c in found.candidates]
+        plans, at_start = (
+            [{"name": c.name, "predicted_ms": c.predicted_ms, "plan": asdict(c.plan)} for c in some]
+            for some in (found.candidates, found.at_start)
+        )
         print_json(
             {
                 "baseline_ms": found.baseline_ms,
@@ -231,6 +241,7 @@ def optimize(
                 "seconds": found.seconds,
                 "plan": asdict(best.plan) if best else None,
                 "candidates": plans,
+                "at_start": at_start,
                 "stopped": found.stopped,
                 "warnings": warnings,
             }
@@ -243,6 +254,7 @@ def optimize(
     notes = [f"{found.evaluations} replays in {found.seconds:.1f} s; {found.stopped}"]
     if best is not None:
         notes.append(f"plan: {output}" if output else "-o plan.json writes the best plan")
+    notes += [f"started anew with {c.name}: {c.predicted_ms:.1f} ms" for c in found.at_start]
     console().print(table.verdict_table(rows, "PREDICTED", notes))
     print_warnings(warnings)
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _LATENCY_MATTERS = 0.02
 #: A capture larger than this is not sent: dpro must not be the job's heaviest message.
 MAX_TRACE_BYTES = 64 << 20
+#: A setting of the library's beyond this, ns or bytes, is not one.
+_MOST = 1 << 50
 
 
 @dataclass
@@ -39,6 +41,8 @@ class Planned:
     capture_overhead_pct: float | None
     #: (name for people, plan with ``predicted_ms``), best first
     plans: list[tuple[str, Plan]] = field(default_factory=list)
+    #: the best that takes effect only when a job is started
+    at_start: tuple[str, Plan] | None = None
     #: why there are no plans, if there are none
     why_none: str = "no plan is predicted to be faster than your settings"
     evaluations: int = 0
@@ -76,12 +80,30 @@ def pack_trace(trace: RankTrace) -> bytes:
     return blob
 
 
+def inform(graph: Graph, traces: list[RankTrace]) -> None:
+    """What a search must know beyond the graph: the library's settings, what a bucket costs, and a round with nothing.
+
+    ``graph.info["sync"]`` is not there afterwards where no bucket was seen.
+    """
+    from dpro.cost.sync import fit_buckets, idle_share
+    from dpro.graph.assemble import assemble_steps
+
+    told = traces[0].meta.extra.get("graph_info", {})
+    for key in ("cycle_ns", "fusion_bytes", "ddp_first_bucket_bytes"):
+        if isinstance(told, dict) and type(told.get(key)) is int and 0 <= told[key] < _MOST:
+            graph.info[key] = told[key]
+    contention = [trace.meta.contention for trace in traces]
+    graph.info["idle_share"] = idle_share(contention)
+    with contextlib.suppress(ValueError):  # nothing to fit to: the search says so
+        steps = min(trace.steps for trace in traces)
+        graph.info["sync"] = fit_buckets(assemble_steps(traces), contention=contention, steps=steps)
+
+
 def make_plans(
     blobs: list[bytes], knobs: set[Knob], fingerprint: dict[str, str], settings: Settings, session: Session
 ) -> Planned:
     """Assemble, replay and search; ``blobs`` are the packed traces by rank."""
-    from dpro.cost.sync import fit_buckets
-    from dpro.graph.assemble import assemble, assemble_steps
+    from dpro.graph.assemble import assemble
     from dpro.graph.horovod import with_responses
     from dpro.replay.engine import replay
     from dpro.search.critical_path import optimize
@@ -107,7 +129,6 @@ def make_plans(
         graph=graph,
         replay=played,
     )
-    graph.info.update(traces[0].meta.extra.get("graph_info", {}))
     if not settings.bucket_views:
         knobs = knobs - {Knob.BUCKET_VIEW}
     if not knobs or settings.mode == "observe":
@@ -115,10 +136,7 @@ def make_plans(
     if not measured_ms:
         planned.why_none = "no step could be timed before capture"
         return planned
-    contention = [trace.meta.contention for trace in traces]
-    with contextlib.suppress(ValueError):  # nothing to fit to: the search says so
-        steps = min(trace.steps for trace in traces)
-        graph.info["sync"] = fit_buckets(assemble_steps(traces), contention=contention, steps=steps)
+    inform(graph, traces)
     # The replay's own clock may run a little fast or slow; what it says of two plans is their ratio.
     for model in _beliefs(graph):
         if model is not None:
@@ -128,10 +146,11 @@ def make_plans(
         planned.evaluations += found.evaluations
         planned.search_s += found.seconds
         scale = measured_ms / found.baseline_ms
-        plans = [
-            (c.name, replace(c.plan, predicted_ms=c.predicted_ms * scale, baseline_ms=measured_ms))
-            for c in found.candidates
-        ]
+        plans, at_start = (
+            [(c.name, replace(c.plan, predicted_ms=c.predicted_ms * scale, baseline_ms=measured_ms)) for c in some]
+            for some in (found.candidates, found.at_start)
+        )
+        planned.at_start = planned.at_start or next(iter(at_start), None)
         known = [plan.settings() for _, plan in planned.plans]
         fresh = [named for named in plans if named[1].settings() not in known]
         # one trial is for the second belief, where it has a plan of its own

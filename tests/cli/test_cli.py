@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from dpro import cli, cli_output
 from dpro.graph.graph import Graph, OpKind
+from dpro.passes import ddp_buckets
 from dpro.plan import Plan
 from dpro.trace import kineto
 from dpro.trace.store import RunFolder
@@ -182,7 +183,9 @@ def test_optimize_writes_the_plan_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_
     # One bucket per gradient: 2.1 ms each, always shorter than the 3 ms of the next one's backward.
     assert answer["predicted_ms"] == pytest.approx(1 + 12 + 2.1)
     plan = Plan.load(tmp_path / "plan.json")
-    assert answer["plan"]["bucket_caps"] == plan.bucket_caps
+    assert plan.bucket_caps and answer["plan"]["bucket_caps"] == plan.bucket_caps
+    caps = [int(cap * 2**20) for cap in plan.bucket_caps]
+    assert ddp_buckets.assign([2_000_000] * 4, ["float32"] * 4, caps) == [[0], [1], [2], [3]]
     assert plan.tensor_groups == [["p0"], ["p1"], ["p2"], ["p3"]]
     assert answer["candidates"][0]["predicted_ms"] == answer["predicted_ms"] and answer["evaluations"] >= 1
     done = main("optimize", str(trace), "-o", str(tmp_path / "no" / "such" / "plan.json"))

@@ -255,3 +255,27 @@ def test_what_horovod_makes_of_groups() -> None:
     assert judge.together(((3,), (0, 2), (1,))) == ((1,), (0, 2, 3))  # 1 from 1.0 to 2.15, then all of the rest
     graph.info["fusion_bytes"] = 2 * MIB
     assert judge.together(((3,), (0, 2), (1,))) == ((1,), (0, 2), (3,))
+
+
+def horovod_graph(idle_share: float) -> Graph:
+    """One response at the end of a backward pass of 40 ms; rounds every ms."""
+    graph = ddp_graph([MIB] * 4, 10_000_000, [10_000_000] * 4, groups=((0, 1, 2, 3),))
+    graph.info.update(negotiated=True, cycle_ns=1_000_000, idle_share=idle_share, fusion_bytes=128 * MIB)
+    return graph
+
+
+def test_longer_cycles_where_rounds_cost() -> None:
+    graph = horovod_graph(0.2)
+    found = optimize(graph, knobs={Knob.GROUPS, Knob.CYCLE_TIME})
+    best = found.at_start[0]
+    assert best.plan.cycle_time is not None and best.plan.cycle_time > 1
+    assert best.name.endswith(f"cycle time {best.plan.cycle_time:g} ms")
+    assert best.predicted_ms < min([found.baseline_ms, *(c.predicted_ms for c in found.candidates)])
+    assert all(c.plan.cycle_time is None for c in found.candidates)  # these can be put in force in the job
+    assert not optimize(graph, knobs={Knob.GROUPS}).at_start
+    (alone,) = optimize(graph, knobs={Knob.CYCLE_TIME}).at_start
+    assert alone.plan.tensor_groups is None
+
+
+def test_no_longer_cycles_where_rounds_cost_nothing() -> None:
+    assert not optimize(horovod_graph(0.0), knobs={Knob.GROUPS, Knob.CYCLE_TIME}).at_start

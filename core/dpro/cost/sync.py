@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpro.graph.graph import Graph
-from dpro.replay.engine import replay
+from dpro.replay.engine import bucket_spans, replay
 
 #: One size cannot tell latency from bandwidth: this share of its time is then taken for latency.
 ASSUMED_LATENCY_SHARE = 0.05
@@ -156,19 +156,15 @@ def _delays(graph: Graph) -> list[int]:
     """ns from readiness to start of every negotiated bucket that found the channel idle."""
     if not graph.info.get("negotiated"):
         return []
-    played = replay(graph)
-    row = {op: i for i, op in enumerate(graph.arrays().ids.tolist())}
+    played, arrays = replay(graph), graph.arrays()
+    row = {op: i for i, op in enumerate(arrays.ids.tolist())}
     ready_at: dict[int, int] = {}
     for (_, tensor), op in graph.out_op.items():
         ready_at[tensor] = max(ready_at.get(tensor, 0), int(played.end[row[op]]))
-    spans = []
-    for bucket in graph.buckets:
-        rows = [row[op] for op in bucket.ops]
-        spans.append(
-            (int(played.start[rows].min()), int(played.end[rows].max()), max(ready_at[t] for t in bucket.tensors))
-        )
+    spans = bucket_spans(graph, played, arrays)
+    ready_ns = [max(ready_at[t] for t in bucket.tensors) for bucket in graph.buckets]
     found, idle_since = [], 0
-    for start, end, ready in sorted(spans):
+    for (start, end), ready in sorted(zip(spans, ready_ns, strict=True)):
         if ready > idle_since:
             found.append(start - ready)
         idle_since = max(idle_since, end)
@@ -178,14 +174,11 @@ def _delays(graph: Graph) -> list[int]:
 def _busy_periods(graph: Graph) -> list[tuple[list[int], int]]:
     """(bytes of each bucket, ns) of every stretch in which the channel was never idle."""
     played, arrays = replay(graph), graph.arrays()
-    row = {op: i for i, op in enumerate(arrays.ids.tolist())}
-    spans = []
-    for bucket in graph.buckets:
-        rows = [row[op] for op in bucket.ops]
-        spans.append((int(played.start[rows].min()), int(played.end[rows].max()), bucket.nbytes))
+    spans = bucket_spans(graph, played, arrays)
+    sizes_of = [bucket.nbytes for bucket in graph.buckets]
     periods: list[tuple[list[int], int]] = []
     idle_since = -1
-    for start, end, nbytes in sorted(spans):
+    for (start, end), nbytes in sorted(zip(spans, sizes_of, strict=True)):
         if periods and start <= idle_since:
             sizes, ns = periods[-1]
             periods[-1] = ([*sizes, nbytes], ns + max(0, end - idle_since))
@@ -211,6 +204,21 @@ def steal(contention: Sequence[Mapping[str, float]], nbytes: int) -> float:
         for c in contention
     ]
     return max(0.0, float(np.median(lost)) / nbytes) if lost and nbytes > 0 else 0.0
+
+
+def idle_share(contention: Sequence[Mapping[str, float]]) -> float:
+    """Share of its time that the host thread loses to a library that keeps going round with nothing to do.
+
+    That is what the library's threads ran (``idle_share``), where they have the thread's core as well; where there
+    are more cores, no more than it waited for one. The median over ranks; 0 where nothing is known.
+    """
+    lost = [
+        c.get("idle_share", 0.0)
+        if c.get("cores") == 1
+        else min(c.get("idle_share", 0.0), c.get("main_delay_ns", 0.0) / max(1.0, c.get("wall_ns", 0.0)))
+        for c in contention
+    ]
+    return float(np.median(lost)) if lost else 0.0
 
 
 def _line(

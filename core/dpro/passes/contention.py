@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dpro.cost.sync import SyncModel
 from dpro.graph.graph import Graph, OpKind
-from dpro.replay.engine import replay
+from dpro.replay.engine import bucket_spans, replay
 
 #: However dear the model thinks bytes are, a host thread keeps this share of its core.
 LEAST_SHARE = 0.1
@@ -34,11 +34,8 @@ def relieve(graph: Graph, model: SyncModel) -> int:
     if not model.steal_ns_per_byte or not captured_with_contention(graph):
         return mark
     played, arrays = replay(graph), graph.arrays()
-    row = {op: i for i, op in enumerate(arrays.ids.tolist())}
     events: list[tuple[int, float]] = []
-    for bucket in graph.buckets:
-        begin = min(int(played.start[row[op]]) for op in bucket.ops)
-        end = max(int(played.end[row[op]]) for op in bucket.ops)
+    for bucket, (begin, end) in zip(graph.buckets, bucket_spans(graph, played, arrays), strict=True):
         if end > begin:
             share = min(1 - LEAST_SHARE, model.steal_ns_per_byte * bucket.nbytes / (end - begin))
             events += [(begin, share), (end, -share)]

@@ -19,6 +19,7 @@ ENTRY_POINT_GROUP = "dpro.passes"
 _BUILT_IN = {
     "batched_copy": "dpro.passes.batched_copy:BatchedCopy",
     "bucket_view": "dpro.passes.bucket_view:BucketView",
+    "cycle_time": "dpro.passes.cycle_time:CycleTime",
     "tensor_fusion": "dpro.passes.tensor_fusion:TensorFusion",
 }
 

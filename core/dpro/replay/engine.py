@@ -59,6 +59,13 @@ def replay(graph: Graph) -> Replay:
         raise CycleError(error.stuck, error.op, graph.name_of(error.op)) from None
 
 
+def bucket_spans(graph: Graph, played: Replay, arrays: Arrays) -> list[tuple[int, int]]:
+    """(first start, last end) of every bucket's ops, ns, in the order of ``graph.buckets``."""
+    row = {op: i for i, op in enumerate(arrays.ids.tolist())}
+    of_buckets = [[row[op] for op in bucket.ops] for bucket in graph.buckets]
+    return [(int(played.start[rows].min()), int(played.end[rows].max())) for rows in of_buckets]
+
+
 def replay_arrays(arrays: Arrays) -> Replay:
     """Replay frozen arrays, without copying them and without holding the GIL; errors as :func:`replay`."""
     start, end, cause, makespan_ns, done, working_bytes = _native.replay(

@@ -117,7 +117,8 @@ class Meta:
     event_overhead_ns: float = 0.0
     #: CPU time of the host's threads during capture, ns (empty: not known): ``main_cpu_ns`` the training
     #: thread ran, ``main_delay_ns`` it was runnable without a core, ``others_cpu_ns`` the others ran, ``wall_ns``;
-    #: ``cores`` that the process may use
+    #: ``cores`` that the process may use; ``idle_share``, no time: of one core, what communication threads take while
+    #: nothing is handed in (Horovod's rounds)
     contention: dict[str, float] = field(default_factory=dict)
     #: anything a reader or adapter wants to keep; JSON values only
     extra: dict[str, Any] = field(default_factory=dict)

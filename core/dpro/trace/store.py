@@ -59,6 +59,11 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def start_plan_file(self) -> Path:
+        """A plan that takes effect only when a job is started."""
+        return self.path / "at_start.json"
+
+    @property
     def report_file(self) -> Path:
         return self.path / "report.txt"
 

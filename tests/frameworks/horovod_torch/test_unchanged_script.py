@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 
 from dpro.outcome import Verdict
+from dpro.plan import Plan
+from dpro.trace.store import load
 from tests.backends.build import PYTHON
 from tests.frameworks.horovod_torch.conftest import HorovodRanks
 from tests.frameworks.launch import QUICK, ROOT, clean_environment
@@ -42,6 +44,18 @@ def test_an_unchanged_horovod_script_is_tuned_and_trains_to_the_same_bits(ranks:
     (run,) = (tmp_path / "with" / "runs").iterdir()
     verdict = json.loads((run / "outcome.json").read_text())["verdict"]
     assert verdict in {Verdict.KEPT.value, Verdict.ROLLED_BACK.value, Verdict.NO_BETTER_PLAN.value}, found
+
+
+def test_a_job_starts_with_the_cycle_time_of_its_plan(ranks: HorovodRanks, tmp_path: Path) -> None:
+    """By what the capture of that job says of its Horovod; with nothing else in the plan the job is tuned as ever."""
+    plan = tmp_path / "at_start.json"
+    Plan(cycle_time=4.5).save(plan)
+    without = horovodrun(tmp_path / "without")
+    found = horovodrun(tmp_path / "with", DPRO="apply", DPRO_CAPTURE_STEPS="3", DPRO_PLAN=str(plan))
+    assert weights(found) == weights(without) != []
+    assert "dpro: profiling" in found and "stepped aside" not in found
+    (run,) = (tmp_path / "with" / "runs").iterdir()
+    assert [trace.meta.extra["graph_info"]["cycle_ns"] for trace in load(run)] == [4_500_000, 4_500_000]
 
 
 def test_an_elastic_job_is_left_alone_and_resets(ranks: HorovodRanks, tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""What the threads of a training process take of its cores, from Linux's per-thread scheduler statistics."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+_NONE = (0, 0)
+#: A thread that runs for more of the time than this computes; one that only keeps in touch sleeps between rounds.
+_COMPUTES = 0.5
+
+
+class HostLoad:
+    """CPU time of this process's threads.
+
+    ``since()`` gives ns since construction: ``main_cpu_ns`` the calling thread on a core,
+    ``main_delay_ns`` the calling thread runnable but without one, ``others_cpu_ns`` all other
+    threads (communication mostly), ``wall_ns``; ``cores`` this process may run on. Empty where the system has
+    no such figures.
+    """
+
+    def __init__(self) -> None:
+        self._main = threading.get_native_id()
+        self._start = _read()
+        self._wall = time.monotonic_ns()
+
+    def since(self) -> dict[str, float]:
+        now = _read()
+        if not now or not self._start:
+            return {}
+        main, was = now.get(self._main, _NONE), self._start.get(self._main, _NONE)
+        others = sum(cpu - self._start.get(tid, _NONE)[0] for tid, (cpu, _) in now.items() if tid != self._main)
+        return {
+            "main_cpu_ns": float(main[0] - was[0]),
+            "main_delay_ns": float(main[1] - was[1]),
+            "others_cpu_ns": float(others),
+            "wall_ns": float(time.monotonic_ns() - self._wall),
+            "cores": float(len(os.sched_getaffinity(0))),
+        }
+
+
+class IdleLoad:
+    """What communication threads take while they have nothing to move, over several stretches of time.
+
+    ``begin()`` and ``end()`` are called by the training thread, around a stretch in which no gradient was handed in.
+    """
+
+    def __init__(self) -> None:
+        self._main = threading.get_native_id()
+        self._was: tuple[int, dict[int, tuple[int, int]]] | None = None
+        self._wall_ns = self._cpu_ns = 0
+
+    def begin(self) -> None:
+        self._was = time.monotonic_ns(), _read()
+
+    def end(self) -> None:
+        """Does nothing where no stretch was begun."""
+        if self._was is None:
+            return
+        (at, before), self._was = self._was, None
+        now, wall_ns = _read(), time.monotonic_ns() - at
+        took = (cpu - before[tid][0] for tid, (cpu, _) in now.items() if tid in before and tid != self._main)
+        self._cpu_ns += sum(ns for ns in took if ns < _COMPUTES * wall_ns)
+        self._wall_ns += wall_ns
+
+    def share(self) -> float:
+        """Of one core, 0 to below 1; 0 where nothing is known."""
+        return min(self._cpu_ns / self._wall_ns, 0.99) if self._wall_ns else 0.0
+
+
+def _read() -> dict[int, tuple[int, int]]:
+    """By thread id: ns on a core, ns runnable without one. Empty where the system does not say."""
+    found: dict[int, tuple[int, int]] = {}
+    try:
+        for tid in os.listdir("/proc/self/task"):
+            try:
+                cpu, delay = Path(f"/proc/self/task/{tid}/schedstat").read_text().split()[:2]
+                found[int(tid)] = (int(cpu), int(delay))
+            except (OSError, ValueError):
+                continue  # the thread ended while we looked
+    except OSError:
+        return {}
+    return found
