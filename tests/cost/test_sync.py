@@ -139,3 +139,17 @@ def test_nothing_to_fit(sizes: list[int], times: list[int]) -> None:
 def test_a_model_is_of_finite_times(bad: float) -> None:
     with pytest.raises(ValueError, match="latency_ns"):
         SyncModel(latency_ns=bad, ns_per_byte=1.0)
+
+
+def test_what_a_librarys_rounds_took_is_not_the_bytes() -> None:
+    """10 MB a step in 20 ms; in the other 400 of 5 steps of 100 ms rounds took a quarter of a core."""
+    truth = SyncModel(latency_ns=0, ns_per_byte=2.0)
+    graph = ddp_graph([10_000_000], 0, [10**8], groups=((0,),), sync=truth)
+    graph.info["negotiated"] = True
+    seen = {"main_delay_ns": 200e6, "others_cpu_ns": 130e6, "wall_ns": 500e6, "cores": 1.0}
+    told = [seen | {"idle_share": 0.25}]
+    for graphs in ([graph], [graph] * 5):  # an average step, or each
+        model = fit_buckets(graphs, contention=told, steps=5)
+        assert model.steal_ns_per_byte == pytest.approx(30e6 / 50e6)
+    # a capture that does not say: nothing is put down to the bytes
+    assert fit_buckets([graph], contention=[seen], steps=5).steal_ns_per_byte == 0.0

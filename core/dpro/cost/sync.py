@@ -132,22 +132,25 @@ def fit_buckets(
     sizes: list[float] = []
     times: list[float] = []
     delays: list[int] = []
-    step_bytes = 0
-    negotiated = False
+    step_bytes = busy_ns = given = 0
+    known = True
     for graph in graphs:
+        given += 1
         delays += _delays(graph)
-        negotiated |= bool(graph.info.get("negotiated"))
+        if graph.info.get("negotiated"):  # its thread goes round all the time: what that took must be told apart
+            known &= all("idle_share" in c for c in contention)
         overlap = graph.info.get("in_flight", 1) > 1
         for nbytes, ns in _busy_periods(graph):
             latencies = 1 if overlap else len(nbytes)
             sizes.append(sum(nbytes) / latencies)
             times.append(ns / latencies)
+            busy_ns += ns
         step_bytes = sum(bucket.nbytes for bucket in graph.buckets)
+    moving = [_moving(c, busy_ns * steps / max(1, given)) for c in contention] if known else []
     return fit(
         sizes,
         times,
-        # Horovod's thread talks all the time, whatever it moves: that loss stays where it was captured.
-        steal_ns_per_byte=0.0 if negotiated else steal(contention, steps * step_bytes),
+        steal_ns_per_byte=steal(moving, steps * step_bytes),
         delay_ns=float(np.median(delays)) if delays else 0.0,
     )
 
@@ -204,6 +207,13 @@ def steal(contention: Sequence[Mapping[str, float]], nbytes: int) -> float:
         for c in contention
     ]
     return max(0.0, float(np.median(lost)) / nbytes) if lost and nbytes > 0 else 0.0
+
+
+def _moving(contention: Mapping[str, float], busy_ns: float) -> dict[str, float]:
+    """``contention`` less what the library's threads ran while no bucket was under way (``busy_ns`` of the capture)."""
+    idle_ns = max(0.0, contention.get("wall_ns", 0.0) - busy_ns)
+    others_ns = contention.get("others_cpu_ns", 0.0) - contention.get("idle_share", 0.0) * idle_ns
+    return {**contention, "others_cpu_ns": max(0.0, others_ns)}
 
 
 def idle_share(contention: Sequence[Mapping[str, float]]) -> float:
