@@ -19,7 +19,6 @@ import torch
 
 from benchmarks.loops import LOOPS, Loop, put
 from benchmarks.models import make
-from dpro.outcome import Outcome
 from dpro.plan import Plan
 
 _POLL_S = 0.005
@@ -98,7 +97,7 @@ class Rank:
             "verdict": outcome.verdict.name, "reason": outcome.reason, "steps": tuner.steps,
             "predicted_ms": outcome.predicted_ms, "baseline_ms": outcome.baseline_ms,
             "measured_ms": outcome.measured_ms, "plan": plan.dumps() if plan else None,
-            "at_start": _at_start(outcome),
+            "at_start": start[1].dumps() if (start := outcome.at_start()) else None,
         }  # fmt: skip
 
     def hold(self, plan: str | None) -> dict[str, Any]:
@@ -170,12 +169,6 @@ class Rank:
         if self._loop.rank == 0:
             _write(told, own)
         return bool(_wait(told))
-
-
-def _at_start(outcome: Outcome) -> str | None:
-    """The plan for a job that is started anew, on rank 0."""
-    planned = outcome.planned
-    return planned.at_start[1].dumps() if planned is not None and planned.at_start is not None else None
 
 
 def _write(file: Path, content: Any) -> None:

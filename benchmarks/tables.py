@@ -91,15 +91,15 @@ def speedup_table(result: dict[str, Any]) -> Table:
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         **_IDENTITY,
         "default ms": lambda c: _ms(c["default_ms"]),
-        "tuned ms": lambda c: _ms(c["tuned_ms"]) + (f" ({_start(c)})" if c["start_plan"] else ""),
+        "tuned ms": lambda c: _ms(c["tuned_ms"]) + (f" ({_start(c)})" if c.get("start_plan") else ""),
         "speed-up": lambda c: f"{c['default_ms'] / c['tuned_ms']:.3f}×",
         "noise": lambda c: _pct(c["noise_pct"], ""),
         "possible, about": lambda c: f"{c['possible_speedup']:.3f}×",
         "best of the sweep ms": lambda c: f"{_ms(c['sweep_best_ms'])} ({c['sweep_best']})",
         "against it": lambda c: f"{c['sweep_best_ms'] / c['tuned_ms']:.3f}×",
         "Horovod's autotune": lambda c: "–" if c["autotune_speedup"] is None else f"{c['autotune_speedup']:.3f}×",
-        "predicted ms": lambda c: "–" if c["predicted_ms"] is None else _ms(c["predicted_ms"]),
-        "verdict": lambda c: str(c["verdict"]).replace("_", " ").lower(),
+        "predicted ms": lambda c: _predicted(c),
+        "verdict in the job": lambda c: str(c["verdict"]).replace("_", " ").lower(),
     }
     total = result["summary"]
     words = f"{total['cells']} cells, {total['failed']} failed"
@@ -114,6 +114,12 @@ def speedup_table(result: dict[str, Any]) -> Table:
 def _start(cell: dict[str, Any]) -> str:
     """How a job is started that follows the plan."""
     return f"started with cycle time {cell['start_plan']['cycle_time']:g} ms; in the job {_ms(cell['in_job_ms'])}"
+
+
+def _predicted(cell: dict[str, Any]) -> str:
+    """Of the plan that was followed."""
+    told = cell["start_predicted_ms"] if cell.get("start_plan") else cell["predicted_ms"]
+    return "–" if told is None else _ms(told)
 
 
 _IDENTITY: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -145,8 +145,9 @@ def matched(ranks: Ranks, folder: Path) -> None:
 
 
 def slowdown(ranks: Ranks, folder: Path, windows: int) -> None:
-    """Wall and CPU time per all-reduce in windows without and with the tracer, in the order A B B A; rank 0 writes
-    them, ms.
+    """Wall and CPU time per all-reduce in windows without and with the tracer, in the order A B B A, ms.
+
+    Rank 0 writes them. The barriers in between are in the CPU time.
     """
     tensor = ranks.torch.ones(_WINDOW_BYTES // 4)
     all_reduce = ranks.torch.distributed.all_reduce

@@ -77,7 +77,8 @@ class Capture(StepCapture):
 
     def _complete(self, trace: RankTrace) -> RankTrace:
         meta = trace.meta
-        meta.contention["idle_share"] = self._idle.share()
+        if "HOROVOD_TIMELINE" not in os.environ:  # its writer spins all the time, which is no round
+            meta.contention["idle_share"] = self._idle.share()
         meta.rank, meta.world_size = hvd.rank(), hvd.size()
         meta.framework = f"horovod {horovod.__version__}, torch {torch.__version__}"
         meta.source = "horovod_torch"

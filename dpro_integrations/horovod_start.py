@@ -21,34 +21,44 @@ from dpro.settings import Settings
 _CYCLE_TIME = "HOROVOD_CYCLE_TIME"
 
 
+def switched_on(variable: str) -> bool:
+    """As Horovod reads its switches: a number over 0."""
+    value = os.environ.get(variable, "0")
+    return value.isdecimal() and int(value) > 0
+
+
 def start_with_plan() -> None:
-    """Before ``hvd.init()``: the cycle time of the plan in ``DPRO_PLAN``, unless the job sets its own."""
+    """Before ``hvd.init()``: the cycle time of the plan in ``DPRO_PLAN``, unless the job has a say in it.
+
+    It has with a cycle time or a threshold of its own, and where Horovod is started again (elastic) or tunes itself.
+    The model is not known yet; the plan's world size must be the job's.
+    """
     with contextlib.suppress(DproError):  # the tuner will say it
         settings = Settings.from_env()
-        # an elastic job would start Horovod with it again, and again
-        mine = _CYCLE_TIME in os.environ or os.environ.get("HOROVOD_ELASTIC", "0") != "0"
-        if settings.plan and settings.mode == "apply" and not mine:
-            cycle_ms = Plan.load(Path(settings.plan)).cycle_time
-            if cycle_ms is not None:
-                os.environ[_CYCLE_TIME] = str(cycle_ms)
+        own = any(name in os.environ for name in (_CYCLE_TIME, "HOROVOD_FUSION_THRESHOLD"))
+        if own or switched_on("HOROVOD_ELASTIC") or switched_on("HOROVOD_AUTOTUNE"):
+            return
+        if not settings.plan or settings.mode != "apply":
+            return
+        plan = Plan.load(Path(settings.plan))
+        ranks = os.environ.get("HOROVOD_SIZE")
+        if plan.cycle_time is not None and plan.fingerprint.get("world_size", ranks) == ranks:
+            os.environ[_CYCLE_TIME] = str(plan.cycle_time)
 
 
-def started_with(plan: Plan | None) -> Plan | None:
-    """``plan`` less the cycle time with which the job was started; None where nothing else is in it.
+def started_with(plan: Plan | None) -> tuple[Plan | None, str]:
+    """``plan`` less its cycle time, None where nothing else is in it; and what is to be said of the cycle time.
 
-    Raises:
-        DproError: the job was started with another one.
+    What was predicted of both together is left out as well.
     """
     if plan is None or plan.cycle_time is None:
-        return plan
-    try:
-        same = float(os.environ.get(_CYCLE_TIME, "nan")) == plan.cycle_time
-    except ValueError:
-        same = False
-    if not same:
-        raise DproError(
-            f"the plan's cycle time takes effect when the job is started, with {_CYCLE_TIME}={plan.cycle_time:g} "
-            f"(this one has {os.environ.get(_CYCLE_TIME) or 'none'}); under horovodrun DPRO_PLAN sets it"
+        return plan, ""
+    found = os.environ.get(_CYCLE_TIME) or "none"
+    note = f"the job was started with the plan's cycle time, {plan.cycle_time:g} ms"
+    if found not in (str(plan.cycle_time), f"{plan.cycle_time:g}"):
+        note = (
+            f"the plan's cycle time takes effect when a job is started, by {_CYCLE_TIME}={plan.cycle_time:g} "
+            f"(this one has {found}); DPRO=apply sets it where the job has none"
         )
-    rest = replace(plan, cycle_time=None)
-    return rest if rest.settings() else None
+    rest = replace(plan, cycle_time=None, predicted_ms=None, baseline_ms=None)
+    return (rest if rest.settings() else None), note

@@ -31,7 +31,7 @@ from dpro_integrations.base import step_aside
 from dpro_integrations.horovod_capture import Capture
 from dpro_integrations.horovod_exchange import join_exchange
 from dpro_integrations.horovod_groups import Groups
-from dpro_integrations.horovod_start import started_with
+from dpro_integrations.horovod_start import started_with, switched_on
 from dpro_integrations.horovod_steps import Steps
 from dpro_integrations.torch_adapter import TorchAdapter
 from dpro_integrations.torch_capture import StepCpu
@@ -98,7 +98,7 @@ class HorovodTorchAdapter(TorchAdapter):
             return "the job replaced optimizer.synchronize()"
         if self._sparse:
             return "there are sparse gradients, which can't be grouped"
-        if _switched_on("HOROVOD_AUTOTUNE"):
+        if switched_on("HOROVOD_AUTOTUNE"):
             return "HOROVOD_AUTOTUNE changes settings meanwhile"
         return ""
 
@@ -164,12 +164,6 @@ class HorovodTorchAdapter(TorchAdapter):
         return {name: p for p, name in optimizer._parameter_names.items() if p in optimizer._requires_update}
 
 
-def _switched_on(variable: str) -> bool:
-    """As Horovod reads its switches: a number over 0."""
-    value = os.environ.get(variable, "0")
-    return value.isdecimal() and int(value) > 0
-
-
 def make_tuner(
     optimizer: torch.optim.Optimizer,
     *,
@@ -199,7 +193,7 @@ def make_tuner(
         if not disabled():
             Session(Settings(), 0).say("one process only: there is nothing to synchronise, nothing to tune")
         return None
-    if _switched_on("HOROVOD_ELASTIC"):
+    if switched_on("HOROVOD_ELASTIC"):
         raise DproError("the job is elastic: its ranks may change while dpro measures")
     if optimizer in _tuned and (former := _tuned[optimizer]()):
         former.close()
@@ -213,8 +207,12 @@ def make_tuner(
         if not isinstance(plan, Plan):
             file = plan or settings.plan
             plan = Plan.load(Path(file)) if file else None
-        plan = started_with(plan)
-        tuner = Tuner(HorovodTorchAdapter(optimizer, exchange), settings, plan=plan, on_done=on_done)
+        plan, note = started_with(plan)
+        session = Session(settings, exchange.rank)
+        if note:
+            session.say(note)
+        adapter = HorovodTorchAdapter(optimizer, exchange)
+        tuner = Tuner(adapter, settings, plan=plan, on_done=on_done, session=session)
     except Exception:
         exchange.leave()  # whoever does tune need not wait for us
         raise

@@ -221,7 +221,7 @@ def optimize(
     knobs = knobs & horovods if graph.info.get("negotiated") else knobs - horovods
     inform(graph, traces)
     found = search(graph, knobs=knobs, fingerprint=_fingerprint(traces))
-    best = found.candidates[0] if found.candidates else None
+    best = next(iter([*found.candidates, *found.at_start]), None)
     warnings = list(graph.warnings)
     if best is None:
         warnings.append(f"no plan is faster than the settings captured ({found.stopped})")
@@ -250,11 +250,16 @@ def optimize(
     from dpro.report import table
 
     rows = [table.ArmRow("as captured", found.baseline_ms, ratio=1.0)]
-    rows += [table.ArmRow(c.name, c.predicted_ms, ratio=found.baseline_ms / c.predicted_ms) for c in found.candidates]
+    rows += [
+        table.ArmRow(name, c.predicted_ms, ratio=found.baseline_ms / c.predicted_ms)
+        for c, name in [
+            *((c, c.name) for c in found.candidates),
+            *((c, f"{c.name}, if started so") for c in found.at_start),
+        ]
+    ]
     notes = [f"{found.evaluations} replays in {found.seconds:.1f} s; {found.stopped}"]
     if best is not None:
-        notes.append(f"plan: {output}" if output else "-o plan.json writes the best plan")
-    notes += [f"started anew with {c.name}: {c.predicted_ms:.1f} ms" for c in found.at_start]
+        notes.append(f"plan: {output}" if output else "-o plan.json writes the first of these plans")
     console().print(table.verdict_table(rows, "PREDICTED", notes))
     print_warnings(warnings)
 

@@ -52,6 +52,16 @@ class Outcome:
     arms: list[Arm] = field(default_factory=list)
     planned: Planned | None = None
 
+    def at_start(self) -> tuple[str, Plan] | None:
+        """Name and plan for a job that is started anew, if it should beat what this one came to."""
+        reached = self.comparison.ratio if self.comparison is not None and self.verdict is Verdict.KEPT else 1.0
+        for name, plan in self.planned.at_start if self.planned is not None else []:
+            if self.verdict is Verdict.ROLLED_BACK and plan.tensor_groups is not None:
+                continue  # its groups were no help
+            if (plan.predicted_ms or 0.0) < reached * (plan.baseline_ms or 0.0):
+                return name, plan
+        return None
+
     def metrics(self) -> dict[str, float]:
         """The figures that exist, for a metrics logger."""
         named = {

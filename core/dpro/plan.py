@@ -16,6 +16,8 @@ from dpro.errors import PlanError
 PLAN_VERSION = 1
 #: A bucket larger than this (1 TiB) is a mistake.
 MAX_CAP_MIB = 1 << 20
+#: Nor does a gradient wait longer than this, ms, on purpose.
+MAX_CYCLE_MS = 1000
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Plan:
         _check("tensor_groups", self.tensor_groups, _is_groups)
         _check("partitions", self.partitions, lambda v: _is_map(v) and all(_is_count(n) for n in v.values()))
         _check("fusion_threshold", self.fusion_threshold, lambda v: type(v) is int and v >= 0)
-        _check("cycle_time", self.cycle_time, lambda v: _is_number(v) and v > 0)
+        _check("cycle_time", self.cycle_time, lambda v: _is_number(v) and 0 < v <= MAX_CYCLE_MS)
         _check("bucket_caps", self.bucket_caps, _is_caps)
         _check("ddp_options", self.ddp_options, lambda v: _is_map(v) and all(type(b) is bool for b in v.values()))
         _check("compile_regions", self.compile_regions, _is_names)

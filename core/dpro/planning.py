@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 _LATENCY_MATTERS = 0.02
 #: A capture larger than this is not sent: dpro must not be the job's heaviest message.
 MAX_TRACE_BYTES = 64 << 20
-#: A setting of the library's beyond this, ns or bytes, is not one.
-_MOST = 1 << 50
 
 
 @dataclass
@@ -41,8 +39,8 @@ class Planned:
     capture_overhead_pct: float | None
     #: (name for people, plan with ``predicted_ms``), best first
     plans: list[tuple[str, Plan]] = field(default_factory=list)
-    #: the best that takes effect only when a job is started
-    at_start: tuple[str, Plan] | None = None
+    #: what is better than all of them and takes effect only when a job is started, best first
+    at_start: list[tuple[str, Plan]] = field(default_factory=list)
     #: why there are no plans, if there are none
     why_none: str = "no plan is predicted to be faster than your settings"
     evaluations: int = 0
@@ -88,10 +86,7 @@ def inform(graph: Graph, traces: list[RankTrace]) -> None:
     from dpro.cost.sync import fit_buckets, idle_share
     from dpro.graph.assemble import assemble_steps
 
-    told = traces[0].meta.extra.get("graph_info", {})
-    for key in ("cycle_ns", "fusion_bytes", "ddp_first_bucket_bytes"):
-        if isinstance(told, dict) and type(told.get(key)) is int and 0 <= told[key] < _MOST:
-            graph.info[key] = told[key]
+    graph.info.update(traces[0].meta.library())
     contention = [trace.meta.contention for trace in traces]
     graph.info["idle_share"] = idle_share(contention)
     with contextlib.suppress(ValueError):  # nothing to fit to: the search says so
@@ -150,7 +145,7 @@ def make_plans(
             [(c.name, replace(c.plan, predicted_ms=c.predicted_ms * scale, baseline_ms=measured_ms)) for c in some]
             for some in (found.candidates, found.at_start)
         )
-        planned.at_start = planned.at_start or next(iter(at_start), None)
+        planned.at_start = planned.at_start or at_start
         known = [plan.settings() for _, plan in planned.plans]
         fresh = [named for named in plans if named[1].settings() not in known]
         # one trial is for the second belief, where it has a plan of its own

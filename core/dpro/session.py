@@ -99,8 +99,8 @@ class Session:
             outcome.plan.save(folder.plan_file)
             files.append(folder.plan_file)
         planned = outcome.planned
-        if planned is not None and planned.at_start is not None:
-            planned.at_start[1].save(folder.start_plan_file)
+        if (start := outcome.at_start()) is not None:
+            start[1].save(folder.start_plan_file)
             files.append(folder.start_plan_file)
         told = {"verdict": outcome.verdict.value, "dpro": __version__, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         folder.save_meta(told | (planned.job if planned else {}))
@@ -183,11 +183,11 @@ def outcome_notes(outcome: Outcome) -> list[str]:
         notes.append(f"predicted step time of the judged plan {error:+.1f} % of the measured one")
     if outcome.capture_overhead_pct is not None:
         notes.append(f"steps took {outcome.capture_overhead_pct:+.1f} % while they were captured")
-    if outcome.planned and outcome.planned.at_start:
-        name, plan = outcome.planned.at_start
+    if (start := outcome.at_start()) is not None:
+        name, plan = start
         notes.append(
-            f"started anew with {name} the job is predicted to take {plan.predicted_ms:.1f} ms a step: "
-            "DPRO_PLAN=<its at_start.json> starts it so"
+            f"started anew with {name} the job is predicted to take {plan.predicted_ms:.1f} ms a step "
+            "(DPRO=apply DPRO_PLAN=<its at_start.json>)"
         )
     if outcome.planned:
         notes += outcome.planned.warnings[:5]

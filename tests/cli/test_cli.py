@@ -20,7 +20,7 @@ from dpro.trace import kineto
 from dpro.trace.store import RunFolder
 from tests.cli.kineto_files import USELESS, step_of_100_us
 from tests.report import perfetto_check
-from tests.search.graphs import ddp_graph
+from tests.search.graphs import ddp_graph, horovod_graph
 from tests.trace import synthetic as syn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,6 +191,22 @@ def test_optimize_writes_the_plan_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_
     done = main("optimize", str(trace), "-o", str(tmp_path / "no" / "such" / "plan.json"))
     assert done[0] == 2 and "No such file" in one_line(done[2])
     assert "21.10" in run("optimize", trace)[0] and "15.10" in run("optimize", trace)[0]
+
+
+def test_optimize_of_horovod_gives_groups_and_what_takes_effect_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trace: Path
+) -> None:
+    monkeypatch.setattr("dpro.graph.assemble.assemble", lambda traces, **_: horovod_graph(0.2))
+    monkeypatch.setattr("dpro.planning.inform", lambda graph, traces: None)  # the graph knows all
+    answer = ask("optimize", trace)
+    plans = [candidate["plan"] for candidate in answer["candidates"]]
+    assert plans and all(plan["tensor_groups"] and not plan["bucket_caps"] for plan in plans)
+    assert all(candidate["plan"]["cycle_time"] for candidate in answer["at_start"])
+    # with nothing else to write, that is what is written
+    answer = ask("optimize", trace, "--passes", "cycle_time", "-o", tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").cycle_time == answer["at_start"][0]["plan"]["cycle_time"]
+    assert not any("no plan is faster" in warning for warning in answer["warnings"])
+    assert "if started so" in run("optimize", trace, "--passes", "cycle_time")[0]
 
 
 @pytest.mark.parametrize(

@@ -53,3 +53,10 @@ def ddp_graph(
         graph.add_op("update", OpKind.UPDATE, duration=update_ns, after=[last], **place)
     TensorFusion().apply(graph, groups or (tuple(range(len(sizes))),))
     return graph
+
+
+def horovod_graph(idle_share: float) -> Graph:
+    """One response at the end of a backward pass of 40 ms; rounds every ms."""
+    graph = ddp_graph([1 << 20] * 4, 10_000_000, [10_000_000] * 4, groups=((0, 1, 2, 3),))
+    graph.info.update(negotiated=True, cycle_ns=1_000_000, idle_share=idle_share, fusion_bytes=128 << 20)
+    return graph

@@ -213,19 +213,22 @@ def _moving(contention: Mapping[str, float], busy_ns: float) -> dict[str, float]
     """``contention`` less what the library's threads ran while no bucket was under way (``busy_ns`` of the capture)."""
     idle_ns = max(0.0, contention.get("wall_ns", 0.0) - busy_ns)
     others_ns = contention.get("others_cpu_ns", 0.0) - contention.get("idle_share", 0.0) * idle_ns
-    return {**contention, "others_cpu_ns": max(0.0, others_ns)}
+    delay_ns = contention.get("main_delay_ns", 0.0) - idle_share([contention]) * idle_ns
+    return {**contention, "others_cpu_ns": max(0.0, others_ns), "main_delay_ns": max(0.0, delay_ns)}
 
 
 def idle_share(contention: Sequence[Mapping[str, float]]) -> float:
     """Share of its time that the host thread loses to a library that keeps going round with nothing to do.
 
     That is what the library's threads ran (``idle_share``), where they have the thread's core as well; where there
-    are more cores, no more than it waited for one. The median over ranks; 0 where nothing is known.
+    are more cores, no more than it waited for one. The median over ranks; 0 where one of them does not say.
     """
+    if not all("idle_share" in c for c in contention):
+        return 0.0
     lost = [
-        c.get("idle_share", 0.0)
+        c["idle_share"]
         if c.get("cores") == 1
-        else min(c.get("idle_share", 0.0), c.get("main_delay_ns", 0.0) / max(1.0, c.get("wall_ns", 0.0)))
+        else min(c["idle_share"], c.get("main_delay_ns", 0.0) / max(1.0, c.get("wall_ns", 0.0)))
         for c in contention
     ]
     return float(np.median(lost)) if lost else 0.0

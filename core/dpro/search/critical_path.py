@@ -187,7 +187,7 @@ def _cycles(
     better = []
     for cycle in best_cycles(graph, judge, found[0].groups if found else None):
         step_ms, cycle_ms = cycle.step_ns / 1e6, cycle.cycle_ns / 1e6
-        if step_ms * (1 + SAME) < limit_ms:
+        if step_ms * (1 + LEVEL) < limit_ms:  # who starts a job anew wants to see a difference
             base, name = (plain, "") if cycle.groups is None else (found[0].plan, f"{found[0].name}, ")
             plan = replace(base, cycle_time=cycle_ms, predicted_ms=step_ms)
             better.append(

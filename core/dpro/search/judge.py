@@ -71,21 +71,24 @@ class Judge:
         """What goes together of ``groups``, in the order in which it goes: they themselves, but for Horovod.
 
         Horovod takes all groups that are complete when the channel is free, of one dtype and up to
-        ``graph.info["fusion_bytes"]`` (``FuseResponses`` in ``common/controller.cc``). Told from the step without
-        synchronisation, so without what transfers cost the host.
+        ``graph.info["fusion_bytes"]`` (``FuseResponses`` in ``common/controller.cc``), and not before
+        ``graph.info["cycle_ns"]`` after it did so last (``RunLoopOnce``). Told from the step without synchronisation,
+        so without what transfers cost the host.
         """
         limit = int(self.graph.info.get("fusion_bytes", 0))
         if not limit:
             return groups
+        cycle_ns = int(self.graph.info.get("cycle_ns", 0))
         model, tensors = self.graph.info["sync"], self.graph.tensors
         if self._ready_ns is None:
             self._ready_ns = self._ready()
         complete = [(max(self._ready_ns[t] for t in group), group) for group in groups]
         pending = sorted(complete, key=lambda item: item[0])
         out: list[tuple[int, ...]] = []
-        free = 0.0
+        free = again = 0.0
         while pending:
-            start = max(free, pending[0][0] + model.delay_ns)
+            start = max(free, again, pending[0][0] + model.delay_ns)
+            again = start + cycle_ns
             turn = [group for at, group in pending if at <= start]
             pending, went = pending[len(turn) :], len(out)
             for dtype in dict.fromkeys(tensors[group[0]].dtype for group in turn):

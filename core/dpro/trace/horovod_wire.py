@@ -48,8 +48,8 @@ def with_responses(trace: RankTrace, members: int) -> RankTrace:
     submitted, waited = _in_order(trace, SUBMIT), _in_order(trace, WAIT)
     sizes = np.array([tensor.nbytes for tensor in trace.tensors], dtype=np.int64)
     share = 2 * (members - 1) / members  # round a ring of n, each rank receives 2 (n - 1) / n of the bytes
-    told = trace.meta.extra.get("graph_info", {})
-    cycle_ns, alone = int(told.get("cycle_ns", _CYCLE_NS)), told.get("fusion_bytes") == 0
+    told = trace.meta.library()
+    cycle_ns, alone = told.get("cycle_ns", _CYCLE_NS), told.get("fusion_bytes") == 0
     builder = TraceBuilder(trace.meta)
     missed = sequence = 0
     for begin, end in trace.step_bounds.tolist():

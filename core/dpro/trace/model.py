@@ -101,6 +101,10 @@ class Collective:
     tensors: tuple[int, ...] = ()
 
 
+#: A setting of a library's beyond this, ns or bytes, is not one.
+_MOST_SETTING = 1 << 50
+
+
 @dataclass
 class Meta:
     """Everything about a capture that is not an event."""
@@ -117,11 +121,21 @@ class Meta:
     event_overhead_ns: float = 0.0
     #: CPU time of the host's threads during capture, ns (empty: not known): ``main_cpu_ns`` the training
     #: thread ran, ``main_delay_ns`` it was runnable without a core, ``others_cpu_ns`` the others ran, ``wall_ns``;
-    #: ``cores`` that the process may use; ``idle_share``, no time: of one core, what communication threads take while
-    #: nothing is handed in (Horovod's rounds)
+    #: ``cores`` that the process may use; ``idle_share``, no time: of one core, 0 to 1, what communication threads take
+    #: while nothing is handed in (Horovod's rounds)
     contention: dict[str, float] = field(default_factory=dict)
     #: anything a reader or adapter wants to keep; JSON values only
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def library(self) -> dict[str, int]:
+        """What the communication library was set to, as far as an adapter said and it can be believed.
+
+        ``cycle_ns``, ``fusion_bytes`` (0: never fused), ``ddp_first_bucket_bytes``.
+        """
+        told = self.extra.get("graph_info")
+        known = ("cycle_ns", "fusion_bytes", "ddp_first_bucket_bytes")
+        values = {key: told.get(key) for key in known} if isinstance(told, dict) else {}
+        return {key: n for key, n in values.items() if type(n) is int and 0 <= n < _MOST_SETTING}
 
 
 @dataclass

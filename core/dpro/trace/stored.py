@@ -137,6 +137,7 @@ def _check_side(trace: RankTrace, rows: int) -> None:
     _need(_number(meta.event_overhead_ns, 0, 1e9), "the cost of recording an event")
     _need(isinstance(meta.contention, dict), "the CPU times")
     _need(all(_number(value, -_MAX_TIME_NS, _MAX_TIME_NS) for value in meta.contention.values()), "the CPU times")
+    _need(0 <= meta.contention.get("idle_share", 0.0) <= 1, "the CPU times")
     _need(isinstance(meta.extra, dict), "what the adapter kept")
 
 
