@@ -66,8 +66,8 @@ class SearchResult:
     """``baseline_ms``: replay of the captured buckets, costed by the same model as the candidates.
 
     ``candidates``: best first (a list of caps only counts as better than a uniform cap by 0.1 % or more), all
-    faster than the baseline, unlike each other; may be empty. ``at_start``: what beats them all, best first, and can
-    be put in force only when a job is started (:attr:`Knob.CYCLE_TIME`).
+    faster than the baseline, unlike each other; may be empty. ``at_start``: what can be put
+    in force only when a job is started (:attr:`Knob.CYCLE_TIME`), best first; with groups only what beats them all.
     """
 
     baseline_ms: float
@@ -181,12 +181,17 @@ def _with_options(
 def _cycles(
     graph: Graph, judge: Judge, found: list[Candidate], baseline_ns: int, fingerprint: dict[str, str]
 ) -> list[Candidate]:
-    """The best cycle times that beat ``found``, with Horovod's own fusion and with the best groups."""
+    """The best cycle time with Horovod's own fusion, if it beats the captured settings, and with groups, if it beats
+    ``found``.
+
+    Groups may turn out to be no help in the trial: what can be had without them is then still worth saying.
+    """
     plain = Plan(fingerprint=dict(fingerprint), baseline_ms=baseline_ns / 1e6)
-    limit_ms = min([baseline_ns / 1e6, *(c.predicted_ms for c in found)])
+    grouped_limit_ms = min([baseline_ns / 1e6, *(c.predicted_ms for c in found)])
     better = []
     for cycle in best_cycles(graph, judge, found[0].groups if found else None):
         step_ms, cycle_ms = cycle.step_ns / 1e6, cycle.cycle_ns / 1e6
+        limit_ms = baseline_ns / 1e6 if cycle.groups is None else grouped_limit_ms
         if step_ms * (1 + LEVEL) < limit_ms:  # who starts a job anew wants to see a difference
             base, name = (plain, "") if cycle.groups is None else (found[0].plan, f"{found[0].name}, ")
             plan = replace(base, cycle_time=cycle_ms, predicted_ms=step_ms)
