@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 _NONE = (0, 0)
-#: A thread that wants to run for more of the time than this computes; one that keeps in touch sleeps between rounds.
+#: A thread that runs for more of the time than this computes; one that only keeps in touch sleeps between rounds. (How
+#: long a thread waits for a core says nothing: on a busy one each of those rounds waits for its turn.)
 _COMPUTES = 0.5
 
 
@@ -61,10 +62,8 @@ class IdleLoad:
             return
         (at, before), self._was = self._was, None
         now, wall_ns = _read(), time.monotonic_ns() - at
-        for tid, (cpu, delay) in now.items():
-            was = before.get(tid)
-            if was is not None and tid != self._main and cpu + delay - sum(was) < _COMPUTES * wall_ns:
-                self._cpu_ns += cpu - was[0]
+        took = (cpu - before[tid][0] for tid, (cpu, _) in now.items() if tid in before and tid != self._main)
+        self._cpu_ns += sum(ns for ns in took if ns < _COMPUTES * wall_ns)
         self._wall_ns += wall_ns
 
     def share(self) -> float:

@@ -180,11 +180,10 @@ def test_optimize_writes_the_plan_it_shows(monkeypatch: pytest.MonkeyPatch, tmp_
     )
     answer = ask("optimize", trace, "-o", tmp_path / "plan.json")
     assert answer["baseline_ms"] == pytest.approx(1 + 12 + 8.1)
-    # One bucket per gradient: 2.1 ms each, always shorter than the 3 ms of the next one's backward.
     assert answer["predicted_ms"] == pytest.approx(1 + 12 + 2.1)
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.bucket_caps and answer["plan"]["bucket_caps"] == plan.bucket_caps
-    caps = [int(cap * 2**20) for cap in plan.bucket_caps]
+    caps = [int(cap * 2**20) for cap in plan.bucket_caps]  # one bucket per gradient
     assert ddp_buckets.assign([2_000_000] * 4, ["float32"] * 4, caps) == [[0], [1], [2], [3]]
     assert plan.tensor_groups == [["p0"], ["p1"], ["p2"], ["p3"]]
     assert answer["candidates"][0]["predicted_ms"] == answer["predicted_ms"] and answer["evaluations"] >= 1
@@ -201,12 +200,9 @@ def test_optimize_of_horovod_gives_groups_and_what_takes_effect_at_the_start(
     answer = ask("optimize", trace)
     plans = [candidate["plan"] for candidate in answer["candidates"]]
     assert plans and all(plan["tensor_groups"] and not plan["bucket_caps"] for plan in plans)
-    assert all(candidate["plan"]["cycle_time"] for candidate in answer["at_start"])
-    # with nothing else to write, that is what is written
     answer = ask("optimize", trace, "--passes", "cycle_time", "-o", tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").cycle_time == answer["at_start"][0]["plan"]["cycle_time"]
-    assert not any("no plan is faster" in warning for warning in answer["warnings"])
-    assert "if started so" in run("optimize", trace, "--passes", "cycle_time")[0]
+    assert not answer["warnings"]
 
 
 @pytest.mark.parametrize(
