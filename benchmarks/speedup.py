@@ -54,8 +54,6 @@ _MOST_STEPS = 400
 _WINDOWS, _WINDOW_STEPS = 4, 6
 #: Steps of a job that was just started before it is compared.
 _FIRST_STEPS = 5
-
-
 #: Name to plan (JSON); None: the job's own settings.
 Arms = Mapping[str, str | None]
 

@@ -98,7 +98,7 @@ def speedup_table(result: dict[str, Any]) -> Table:
         "best of the sweep ms": lambda c: f"{_ms(c['sweep_best_ms'])} ({c['sweep_best']})",
         "against it": lambda c: f"{c['sweep_best_ms'] / c['tuned_ms']:.3f}×",
         "Horovod's autotune": lambda c: "–" if c["autotune_speedup"] is None else f"{c['autotune_speedup']:.3f}×",
-        "predicted ms": lambda c: _predicted(c),
+        "predicted ms": _predicted,
         "verdict in the job": lambda c: str(c["verdict"]).replace("_", " ").lower(),
     }
     total = result["summary"]

@@ -250,13 +250,8 @@ def optimize(
     from dpro.report import table
 
     rows = [table.ArmRow("as captured", found.baseline_ms, ratio=1.0)]
-    rows += [
-        table.ArmRow(name, c.predicted_ms, ratio=found.baseline_ms / c.predicted_ms)
-        for c, name in [
-            *((c, c.name) for c in found.candidates),
-            *((c, f"{c.name}, if started so") for c in found.at_start),
-        ]
-    ]
+    named = [(c, c.name) for c in found.candidates] + [(c, f"{c.name}, if started so") for c in found.at_start]
+    rows += [table.ArmRow(name, c.predicted_ms, ratio=found.baseline_ms / c.predicted_ms) for c, name in named]
     notes = [f"{found.evaluations} replays in {found.seconds:.1f} s; {found.stopped}"]
     if best is not None:
         notes.append(f"plan: {output}" if output else "-o plan.json writes the first of these plans")
