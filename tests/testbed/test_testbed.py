@@ -148,9 +148,14 @@ def test_a_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("place", ["--loopback", pytest.param("--pin", marks=needs_namespaces)])
-def test_environment_output_and_exit_code(place: str) -> None:
+def test_environment_output_and_exit_code(place: str, tmp_path: Path) -> None:
     """A rank's environment is torchrun's; rank 1's lines are marked; the first failure is the exit code."""
-    shell = 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK $GROUP_RANK $OMP_NUM_THREADS"; test $RANK = 0 || exit 7; sleep 30'
+    # Rank 1 fails only when rank 0 has printed: a failure ends the other rank, whatever it still had to say.
+    shell = (
+        'echo "$RANK/$WORLD_SIZE $LOCAL_RANK $GROUP_RANK $OMP_NUM_THREADS"; '
+        f"if test $RANK = 0; then touch {tmp_path}/printed; sleep 30; fi; "
+        f"until test -e {tmp_path}/printed; do sleep 0.05; done; exit 7"
+    )
     begin = time.monotonic()
     done = subprocess.run(
         [*RUN, place, "--", "bash", "-c", shell], cwd=ROOT, text=True, capture_output=True, timeout=60
