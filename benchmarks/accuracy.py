@@ -116,7 +116,7 @@ def _keep(answers: list[dict[str, Any]], folder: Path) -> None:
 
 
 def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure the matrix, cell by cell; a process set that fails becomes cells with an ``error``."""
+    """Measure the matrix, cell by cell; one whose job fails has an ``error``."""
     for hosts in args.hosts:
         for comm in args.comms:
             for model in args.models:
@@ -124,19 +124,18 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 if args.plans:
                     links = [link for link in ("1gbit",) if link in args.links]
                 jobs = Jobs(model, comm, hosts)
-                if not links:
-                    continue
                 say(jobs.describe())
-                try:
-                    with JobSet(jobs, timeout_s=args.timeout_s) as job:
-                        for link in links:
+                for link in links:
+                    # a job for each: one that was captured a dozen times on other links is not what a user tunes
+                    try:
+                        with JobSet(jobs, timeout_s=args.timeout_s) as job:
                             if args.plans:
                                 yield {**_identity(job, link), **measure_plans(job, link, args)}
                             else:
                                 yield measure_cell(job, link, args)
-                except (RuntimeError, ValueError, TestbedError, DproError) as error:
-                    say(f"  {error}")
-                    yield {"model": model, "comm": comm, "hosts": hosts, "links": links, "error": str(error)}
+                    except (RuntimeError, ValueError, TestbedError, DproError) as error:
+                        say(f"  {error}")
+                        yield {"model": model, "comm": comm, "hosts": hosts, "link": link, "error": str(error)}
 
 
 def summarise(found: list[dict[str, Any]]) -> dict[str, Any]:
