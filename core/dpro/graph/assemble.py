@@ -263,8 +263,8 @@ class _Assembly:
         if not op.preds:  # a source starts when its rank does
             gap = max(0, gap + self.late[index])
         return self.graph.add_op(
-            op.name, op.kind, resource=self.graph.resource(op.resource), duration=op.duration, gap=gap,
-            tensor=op.tensor, rank=local.rank, nbytes=op.nbytes,
+            op.name, op.kind, resource=self.graph.resource(op.resource) if op.resource else NO_RESOURCE,
+            duration=op.duration, gap=gap, tensor=op.tensor, rank=local.rank, nbytes=op.nbytes,
         )  # fmt: skip
 
     def _launched(self, group: list[DraftOp | None]) -> int:

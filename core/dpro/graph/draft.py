@@ -29,6 +29,8 @@ class DraftOp:
     collective: int = -1
     #: part of the gap that lies before the graph begins, ns
     skipped: int = 0
+    #: op before it on its resource, where that is a queue: waiting for it is neither a dependency nor a gap
+    behind: DraftOp | None = None
     #: event rows (host calls) that start inside, first is the one that opened it
     rows: list[int] = field(default_factory=list)
 
@@ -48,6 +50,8 @@ class DraftOp:
     def gap(self, origin: int) -> int:
         """ns between readiness and start as measured; ``origin`` is the start of the window."""
         ready = max((op.end for op in self.preds), default=origin)
+        if self.behind is not None:
+            ready = max(ready, self.behind.end)
         return max(0, self.start - ready - self.skipped)
 
 

@@ -90,6 +90,9 @@ def add_responses(trace: RankTrace, local: Local) -> None:
             run.duration = run.end - run.start
         before = run
         first_in.after(run)
+        for waiting in (local.ins[t] for t in members):
+            if not waiting.resource:  # else the thread's order implies it
+                waiting.after(run)
         local.ops.append(run)
         ready = sorted(members, key=lambda t: place[id(local.outs[t])])
         local.buckets.append(DraftBucket(ready, launch, first_in, run))

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from dpro.graph import ddp, horovod
+from dpro.graph import dataflow, ddp, horovod
 from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import OpKind
 from dpro.graph.threads import (
@@ -49,6 +49,10 @@ def build_local(trace: RankTrace, begin: int, end: int, rank: int, own_names: se
         rank: number used in names.
         own_names: names that stay ops of their own (:func:`~dpro.graph.threads.costly_names`).
     """
+    if dataflow.is_dataflow(trace):
+        local = dataflow.build(trace, begin, end, rank)
+        horovod.add_responses(trace, local)
+        return _completed(local)
     threads = host_threads(trace, begin, end)
     main = _main_thread(trace, threads)
     name = f"rank{rank}/{trace.resources[main]}" if main is not None else f"rank{rank}/cpu/main"
@@ -84,12 +88,14 @@ def build_local(trace: RankTrace, begin: int, end: int, rank: int, own_names: se
         horovod.add_responses(trace, local)
     else:
         ddp.add_host_collectives(trace, local)
+    return _completed(local)
+
+
+def _completed(local: Local) -> Local:
+    """``local`` with all of its ops in ``ops``, and its collectives."""
     host = [op for ops in local.chains.values() for op in ops]
     local.ops = [local.first, *host, *local.ops, local.last]
-    for op in local.ops:
-        if op.collective >= 0:
-            local.collectives.append(op)
-    local.collectives.sort(key=lambda op: op.start)
+    local.collectives = sorted((op for op in local.ops if op.collective >= 0), key=lambda op: op.start)
     return local
 
 

@@ -1,0 +1,126 @@
+"""A step of a framework that runs a graph, by hand: two gradients, two responses, one executor thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dpro.cost.sync import SyncModel
+from dpro.graph.assemble import assemble
+from dpro.graph.dataflow import DATAFLOW
+from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
+from dpro.passes.tensor_fusion import Grouping, TensorFusion, captured
+from dpro.replay.engine import replay
+from dpro.trace import horovod
+from dpro.trace.model import Collective, EventKind, Meta, RankTrace, Tensor, TraceBuilder
+
+US = 1_000
+BYTES = 40_000
+#: Name, start, end, µs; one thread.
+OPS = (
+    ("A", 0, 100),
+    ("gradient_tape/B", 100, 200),
+    ("Allreduce0", 200, 210),
+    ("gradient_tape/D", 210, 310),
+    ("Allreduce1", 310, 320),
+    ("u0", 430, 480),
+    ("u1", 500, 530),
+    ("n", 530, 540),
+)
+GRAPH = {
+    "gradient_tape/B": ["A"],
+    "identity": ["gradient_tape/B"],
+    "Allreduce0": ["identity"],
+    "gradient_tape/D": ["gradient_tape/B"],
+    "Allreduce1": ["gradient_tape/D"],
+    "u0": ["Allreduce0"],
+    "cast": ["Allreduce1", "again"],
+    "again": ["cast"],  # a loop among nodes that were not seen
+    "u1": ["cast"],
+    "n": ["u0", "u1"],
+}
+
+
+def trace(rank: int = 0, graph: Any = GRAPH, ops: tuple[tuple[str, int, int], ...] = OPS) -> RankTrace:
+    """One step of 600 µs; responses from 220 to 420 and to 500."""
+    builder = TraceBuilder(Meta(rank=rank, world_size=2, host="host", extra={DATAFLOW: graph}))
+
+    def add(name: str, kind: EventKind, start: int, end: int, **more: int) -> None:
+        builder.add(name, kind, "cpu/1", start * US, end * US, **more)
+
+    for name, start, end in ops:
+        add(name, EventKind.CPU_OP, start, end)
+    for tensor, (submitted, until) in enumerate(((200, 210), (310, 320))):
+        add(horovod.SUBMIT, EventKind.ANNOTATION, submitted, until, tensor=tensor)
+    for tensor, (submitted, used) in enumerate(((210, 430), (320, 500))):
+        add(horovod.WAIT, EventKind.ANNOTATION, submitted, used, tensor=tensor)
+    for sequence, (start, end) in enumerate(((220, 420), (420, 500))):
+        facts = Collective("allreduce", horovod.GROUP, sequence, tensors=(sequence,))
+        horovod.collective_row(builder, facts, start * US, end * US, BYTES)
+    made = builder.freeze([(0, 600 * US)])
+    made.tensors = [Tensor(f"p{i}", (BYTES // 4,), "float32", BYTES, i) for i in range(2)]
+    return made
+
+
+def graph_of(*traces: RankTrace) -> Graph:
+    graph = assemble(list(traces), 0)
+    assert graph.warnings == []
+    return graph
+
+
+@pytest.mark.parametrize("told", [GRAPH, {}, {"u0": 7, "n": [None, "u1"]}])
+def test_as_captured(told: Any) -> None:
+    graph = graph_of(trace(0, told), trace(1, told))
+    assert captured(graph) == ((0,), (1,))
+    assert replay(graph).makespan_ns == 600 * US
+    kinds, resources = graph.column("kind"), graph.column("resource")
+    assert {OpKind(kinds[op]) for op in graph.out_op.values()} == {OpKind.OUT}
+    assert {OpKind(kinds[op]) for op in graph.in_op.values()} == {OpKind.IN}
+    assert {int(resources[op]) for op in [*graph.out_op.values(), *graph.in_op.values()]} == {NO_RESOURCE}
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected_us"),
+    [
+        # 0 from 210 + 20 for 50 + 40 until 320: u0 10 later, until 380; 1 from 340 to 430: u1 until 460, n until 470,
+        # and 60 to the step's end
+        (((0,), (1,)), 530),
+        # from 340 for 50 + 80 until 470: u1 at once until 500, and u0, which comes 10 later, until 550; n 560
+        (((0, 1),), 620),
+    ],
+)
+def test_regrouped(groups: Grouping, expected_us: int) -> None:
+    """What waits for gradients is not bound to the captured order of its thread."""
+    graph = graph_of(trace(0), trace(1))
+    graph.info["sync"] = SyncModel(latency_ns=50 * US, ns_per_byte=1.0, delay_ns=20 * US)
+    TensorFusion().apply(graph, groups)
+    assert replay(graph).makespan_ns == expected_us * US
+
+
+def test_without_a_graph_ops_keep_their_place() -> None:
+    """Nothing says that n needs the updates, so it stays behind the last."""
+    graph = graph_of(trace(0, {}), trace(1, {}))
+    graph.info["sync"] = SyncModel(latency_ns=50 * US, ns_per_byte=1.0, delay_ns=20 * US)
+    TensorFusion().apply(graph, ((0,), (1,)))
+    assert replay(graph).makespan_ns == 530 * US
+
+
+def test_what_needs_no_gradient_keeps_its_order() -> None:
+    """An op that is ready early and was captured late is not run early: another order is another capture."""
+    early = (*OPS[:5], ("early", 320, 330), *OPS[5:])
+    graph = graph_of(trace(0, GRAPH | {"early": ["A"]}, early), trace(1, GRAPH | {"early": ["A"]}, early))
+    played, arrays = replay(graph), graph.arrays()
+    [first, second] = [i for i, op in enumerate(arrays.ids.tolist()) if graph.name_of(op) == "early"]
+    assert played.start[first] == played.start[second] == 320 * US
+
+
+def test_nested_rows_count_once_and_recording_is_taken_out() -> None:
+    nested = (*OPS[:1], ("inner", 20, 60), *OPS[1:])
+    made = [trace(rank, GRAPH, nested) for rank in (0, 1)]
+    for one in made:
+        one.meta.event_overhead_ns = 5 * US
+    graph = graph_of(*made)
+    durations = {graph.name_of(op): int(graph.column("duration")[op]) for op in graph.arrays().ids.tolist()}
+    assert "inner" not in durations
+    assert durations["A"] == 95 * US
