@@ -140,7 +140,7 @@ def test_missing_and_empty_places(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no such file or directory"):
         load(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("no trace")
-    with pytest.raises(TraceError, match=r"no trace files in it \(\*.json, \*.json.gz, \*.npz\)"):
+    with pytest.raises(TraceError, match=r"no trace files in it \(\*.json, \*.json.gz, \*.npz, \*.xplane.pb\)"):
         load(tmp_path)
 
 

@@ -79,6 +79,12 @@ def to_ns(value: Any) -> int | None:
     return -ns if whole.startswith("-") else ns
 
 
+def rank_in_name(path: Path) -> int:
+    """The rank that a file's name tells (``rank3.json``, ``worker_12.json.gz``), -1 where it tells none."""
+    match = _RANK_IN_NAME.search(path.name)
+    return int(match.group(1)) if match and len(match.group(1)) <= 7 else -1  # 10 digits are a process or a time
+
+
 class _Reader:
     """Turns records into rows; what spans records is put together in :meth:`finish`."""
 
@@ -251,9 +257,8 @@ class _Reader:
         if info.get("backend"):
             meta.extra["backend"] = str(info["backend"])
         if meta.rank < 0:
-            match = _RANK_IN_NAME.search(self.path.name)
-            if match and len(match.group(1)) <= 7:  # 10 digits and more are a process or a time
-                meta.rank = int(match.group(1))
+            meta.rank = rank_in_name(self.path)
+            if meta.rank >= 0:
                 warnings.append(f"no rank in the file: {meta.rank} taken from its name")
 
     def _steps(self) -> list[tuple[int, int]]:

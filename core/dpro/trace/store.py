@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from dpro.errors import TraceError
-from dpro.trace import horovod, kineto
+from dpro.trace import horovod, kineto, mxnet, xplane
 from dpro.trace.model import RankTrace
 
 #: A run folder never grows past this; a trace that would is refused.
 SIZE_CAP_BYTES = 2 << 30
 _CHAKRA = re.compile(r"^et[_\-.]?rank", re.IGNORECASE)
-_SUFFIXES = (".json", ".json.gz", ".npz")
+_SUFFIXES = (".json", ".json.gz", ".npz", ".xplane.pb")
+#: What Gluon's ``export`` calls a network: it says which node of it an op of an MXNet profile ran.
+_SYMBOL = "-symbol.json"
 #: dpro's own files beside traces
 _OWN_FILES = frozenset({"meta.json", "outcome.json", "plan.json", "timeline.json", "demo.json"})
 
@@ -104,6 +106,7 @@ class RunFolder:
 def load(path: Path) -> list[RankTrace]:
     """The ranks' traces at ``path``, by rank: a run folder, a folder of trace files, or one file.
 
+    An MXNet symbol (``*-symbol.json``) in a folder gives the ops of the MXNet profiles in it their nodes' names.
     In a folder one unusable file among usable ones is skipped with a warning (on the first trace); a
     rank that nothing tells is given the lowest free number, by order of file names.
 
@@ -143,13 +146,15 @@ def _load_folder(path: Path) -> list[RankTrace]:
     plausible = [f for f in plausible if f not in chakra]
     if chakra:
         notes.append(f"{len(chakra)} Chakra execution trace(s) beside the Kineto traces skipped")
-    others = len([f for f in files if f.name not in _OWN_FILES]) - len(plausible) - len(chakra)
+    symbols = [f for f in plausible if f.name.endswith(_SYMBOL)]
+    plausible = [f for f in plausible if f not in symbols]
+    others = len([f for f in files if f.name not in _OWN_FILES]) - len(plausible) - len(chakra) - len(symbols)
     if others and plausible:
         notes.append(f"{others} file(s) that are no traces skipped")
     if not plausible:
         if RunFolder(path).outcome_file in files:
             raise TraceError(path, "no traces in it: the job of this run folder was not captured")
-        raise TraceError(path, "no trace files in it (*.json, *.json.gz, *.npz)")
+        raise TraceError(path, f"no trace files in it ({', '.join('*' + suffix for suffix in _SUFFIXES)})")
     traces, failures = [], []
     for file in plausible:
         try:
@@ -161,13 +166,33 @@ def _load_folder(path: Path) -> list[RankTrace]:
             raise failures[0]
         raise TraceError(path, f"none of {len(failures)} files is a usable trace, first: {failures[0]}")
     notes += [f"skipped {Path(error.path).name}: {error.reason}" for error in failures]
-    return _ranked(traces, notes)
+    return _ranked(_with_nodes(traces, symbols, notes), notes)
+
+
+def _with_nodes(traces: list[RankTrace], symbols: list[Path], notes: list[str]) -> list[RankTrace]:
+    """MXNet's ops by the names of the nodes of the one symbol beside them."""
+    if len(symbols) > 1:
+        notes.append(f"{len(symbols)} symbols: nobody says which one ran, so none is used")
+    if len(symbols) != 1:
+        return traces
+    try:
+        symbol = symbols[0].read_bytes()
+        return [mxnet.named(t, symbol, symbols[0]) if t.meta.framework == mxnet.FRAMEWORK else t for t in traces]
+    except OSError as error:
+        notes.append(f"skipped {symbols[0].name}: cannot be read ({error.strerror})")
+    except TraceError as error:
+        notes.append(f"skipped {symbols[0].name}: {error.reason}")
+    return traces
 
 
 def _read(file: Path) -> RankTrace:
     if file.name.endswith(".npz"):
         return RankTrace.load(file)
-    return horovod.read_trace(file) if horovod.is_timeline(file) else kineto.read(file)
+    if file.name.endswith(".pb"):
+        return xplane.read(file)
+    if horovod.is_timeline(file):
+        return horovod.read_trace(file)
+    return mxnet.read(file) if mxnet.is_profile(file) else kineto.read(file)
 
 
 def _ranked(traces: list[RankTrace], notes: list[str]) -> list[RankTrace]:
