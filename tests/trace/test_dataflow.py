@@ -214,11 +214,21 @@ def test_a_symbol() -> None:
 def test_the_gradient_of_a_symbol() -> None:
     gradient = dataflow.with_backward(dataflow.symbol_nodes(SYMBOL))[7:]
     assert gradient == [
-        Node("add_backward", "_backward_add", ["add"]),
+        Node("add_backward", "", ["add"]),
         Node("fc2_backward", "_backward_FullyConnected", ["add_backward", "fc2"]),
         Node("fc_backward", "_backward_FullyConnected", ["add_backward", "fc"]),
         Node("relu_backward", "_backward_Activation", ["fc_backward", "fc2_backward", "relu"]),
         Node("conv_backward", "_backward_Convolution", ["relu_backward", "conv"]),
+    ]
+
+
+def test_a_gradient_of_two_ops() -> None:
+    text = mx_symbol(("null", "w", []), ("relu", "r", [0]), ("transpose", "t", [0]), ("batch_dot", "dot", [1, 2]))
+    assert dataflow.with_backward(dataflow.symbol_nodes(text))[4:] == [
+        Node("dot_backward_lhs", "batch_dot", ["dot"]),
+        Node("dot_backward_rhs", "batch_dot", ["dot"]),
+        Node("t_backward", "transpose", ["dot_backward_rhs", "t"]),
+        Node("r_backward", "_backward_relu", ["dot_backward_lhs", "r"]),
     ]
 
 

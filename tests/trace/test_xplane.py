@@ -89,7 +89,7 @@ def test_steps_by_the_function_that_takes_most_of_the_time() -> None:
     for begin in (1_000, 2_000, 3_000):
         plane.add("python", "train_step", begin, begin + 800, tf_function_call=-1)
         plane.add("python", "inner", begin + 100, begin + 200, tf_function_call=-1)
-        plane.add("tf_Compute/1", "ExecutorState::Process", begin, begin + 700)
+        plane.add("tf_Compute/1", "ExecutorPropagateOutputs", begin, begin + 1)
         plane.add("tf_Compute/1", "a:Mul", begin + 10, begin + 700)
     trace = xplane.read_bytes(space(plane), "memory")
     assert trace.step_bounds.tolist() == [[1_000, 2_000], [2_000, 3_000], [3_000, 3_800]]
@@ -97,7 +97,7 @@ def test_steps_by_the_function_that_takes_most_of_the_time() -> None:
 
 
 def test_without_any_sign_the_whole_trace_is_a_step() -> None:
-    plane = Plane().add("tf_Compute/1", "a:Mul", 100, 200).add("tf_Compute/1", "ExecutorState::Process", 100, 200)
+    plane = Plane().add("tf_Compute/1", "a:Mul", 100, 200).add("tf_Compute/1", "ExecutorState::ScheduleReady", 100, 200)
     trace = xplane.read_bytes(space(plane), "memory")
     assert trace.step_bounds.tolist() == [[100, 200]]
     assert trace.warnings == ["no step marks: the whole trace taken as one step"]
@@ -105,6 +105,7 @@ def test_without_any_sign_the_whole_trace_is_a_step() -> None:
 
 def test_a_profile_below_level_3_says_what_is_missing() -> None:
     plane = Plane().add("python", "train", 100, 200, step_num=0).add("tf_Compute/1", "a:Mul", 100, 200)
+    plane.add("tf_Compute/1", "ExecutorState::Process", 100, 200)
     trace = xplane.read_bytes(space(plane), "memory")
     assert trace.warnings == ["cheap ops are missing: profile with ProfilerOptions(host_tracer_level=3)"]
 

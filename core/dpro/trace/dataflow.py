@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -39,7 +40,7 @@ _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 #: A function that calls itself is put in its own place this often, then its call stays a node.
 _MAX_DEPTH = 32
 #: No graph has more calls or nodes; one of functions that call each other twice over would grow without end.
-_MAX_CALLS, _MAX_NODES = 20_000, 500_000
+_MAX_CALLS, _MAX_NODES = 5_000, 500_000
 #: A chain of functions that hand on what they are given is followed this far.
 _MAX_HOPS = 1_000
 _TEXT_START = re.compile(rb"\s*(?:#[^\n]*\n\s*)*(?:node|library|versions?)\s*[{:<]")
@@ -269,6 +270,8 @@ def symbol(text: str | bytes, source: object = "symbol") -> Dataflow:
 def symbol_nodes(text: str | bytes, source: object = "symbol") -> list[Node]:
     """The nodes of a symbol's JSON in its own (topological) order; variables have the op ``null``.
 
+    Names are unique: what a layer that is used twice made the second time is ``<name>#2``.
+
     Raises:
         TraceError: no such JSON, or its nodes do not come after their inputs.
     """
@@ -280,6 +283,7 @@ def symbol_nodes(text: str | bytes, source: object = "symbol") -> list[Node]:
     if not isinstance(listed, list) or not listed:
         raise TraceError(source, "not a symbol: no nodes in it")
     nodes: list[Node] = []
+    uses: Counter[str] = Counter()
     for number, entry in enumerate(listed):
         if (
             not isinstance(entry, dict)
@@ -292,7 +296,9 @@ def symbol_nodes(text: str | bytes, source: object = "symbol") -> list[Node]:
         if not all(type(i) is int and 0 <= i < number for i in before):
             raise TraceError(source, f"not a symbol: an input of node {number} is no node before it")
         inputs = dict.fromkeys(nodes[i].name for i in before)
-        nodes.append(Node(normalise(entry["name"]), entry["op"], list(inputs)))
+        name = normalise(entry["name"])
+        uses[name] += 1
+        nodes.append(Node(name if uses[name] == 1 else f"{name}#{uses[name]}", entry["op"], list(inputs)))
     return nodes
 
 
@@ -307,40 +313,53 @@ def with_backward(nodes: list[Node]) -> list[Node]:
     what ``conv0`` feeds and for ``conv0``; its op is ``_backward_`` and the op, but for the few that have another.
     Variables have none, and what is made of the network's data alone.
     """
-    consumers: dict[str, list[str]] = {}
+    consumers: dict[str, list[Node]] = {}
     trained: set[str] = set()
     for node in nodes:
         if any(name in trained for name in node.inputs) or (node.op == "null" and not _DATA.fullmatch(node.name)):
             trained.add(node.name)
         for name in node.inputs:
-            consumers.setdefault(name, []).append(node.name)
-    gradients = [
-        Node(
-            node.name + _GRADIENT,
-            _BACKWARD.get(node.op, f"_backward_{node.op}"),
-            [*(name + _GRADIENT for name in consumers.get(node.name, []) if name in trained), node.name],
-        )
-        for node in reversed(nodes)
-        if node.op != "null" and node.name in trained
-    ]
-    return [*nodes, *gradients]
+            consumers.setdefault(name, []).append(node)
+    out = list(nodes)
+    made: dict[str, list[str]] = {}
+    for node in reversed(nodes):
+        if node.op == "null" or node.name not in trained:
+            continue
+        waits = []
+        for user in consumers.get(node.name, []):
+            pieces = made.get(user.name, [])  # one, or one for each input
+            waits += pieces[user.inputs.index(node.name) :][:1] if len(pieces) > 1 else pieces
+        for suffix, op in _GRADIENTS.get(node.op, {"": f"_backward_{node.op.removeprefix('_')}"}).items():
+            made.setdefault(node.name, []).append(node.name + _GRADIENT + suffix)
+            out.append(Node(made[node.name][-1], op, [*waits, node.name]))
+    return out
 
 
 _GRADIENT = "_backward"
+_INTERLEAVED = [f"interleaved_matmul_{a}_{b}" for a in ("selfatt", "encdec") for b in ("qk", "valatt")]
 #: What Gluon calls a network's inputs in the symbol it exports.
 _DATA = re.compile(r"data\d*")
-#: Ops whose gradient goes by another name (src/operator/tensor: ElemwiseGradUseNone{…})
-_BACKWARD = {
-    "Flatten": "_backward_copy",
-    "flatten": "_backward_copy",
-    "Reshape": "_backward_copy",
-    "reshape": "_backward_copy",
-    "expand_dims": "_backward_copy",
-    "_copy": "_backward_copy",
-    "identity": "_backward_copy",
-    "elemwise_add": "_backward_add",
-    "_plus": "_backward_add",
-    "elemwise_sub": "_backward_sub",
-    "elemwise_mul": "_backward_mul",
-    "elemwise_div": "_backward_div",
+#: Ops whose gradient is of another op, or of one for each input: what is behind ``_backward`` in its name, and the op;
+#: "" where it is handed on as it is. Seen with 1.9.1, an op at a time, as the rule for the others was.
+_GRADIENTS: dict[str, dict[str, str]] = {
+    "Cast": {"": "_backward_cast"},
+    "Flatten": {"": "_backward_copy"},
+    "Reshape": {"": "_backward_reshape"},
+    "expand_dims": {"": "_backward_reshape"},
+    "transpose": {"": "transpose"},
+    "batch_dot": {"_lhs": "batch_dot", "_rhs": "batch_dot"},
+    "broadcast_like": {"": "_broadcast_backward"},
+    "elemwise_add": {"": ""},
+    "elemwise_sub": {"": "_backward_sub"},
+    "elemwise_mul": {"": "_backward_mul"},
+    "elemwise_div": {"": "_backward_div"},
+    "add_n": {"": ""},
+    "_plus_scalar": {"": ""},
+    "_minus_scalar": {"": ""},
+    "_rminus_scalar": {"": "negative"},
+    "negative": {"": "negative"},
+    "exp": {"": "elemwise_mul"},
+    "_copy": {"": "_copy"},
+    "_contrib_div_sqrt_dim": {"": "_contrib_div_sqrt_dim"},
+    **{f"_contrib_{op}": {"": f"_backward_{op}"} for op in _INTERLEAVED},
 }

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import heapq
 import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,14 @@ _OPERATOR = "operator"
 _INTERNAL = frozenset({_OPERATOR, "MXNET_C_API", "Device Storage"})
 #: Ranges of a user's own that mark steps (``mx.profiler.Frame``, ``Task``).
 _STEP_MARK = re.compile(r"(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?|batch)\b", re.IGNORECASE)
+_BEGINNINGS = ("B", "b", "(")
+_RANGES = (*_BEGINNINGS, "E", "e", ")", "X")  # a Frame is in parentheses
 _UPDATE = re.compile(r"(?:^|_)update(?:_|$)")
 _BACKWARD = "_backward_"
 _BULKS = frozenset({"ImperativeBulk", "SegmentOp", "BulkOp"})
 _MAX_TIME_NS = 1 << 62
+#: Choices of a step that are made anew before its ops keep their operators' names.
+_MAX_RETRIES = 1_000
 _MAX_DURATION_NS = 24 * 3600 * 10**9
 
 
@@ -90,7 +95,7 @@ class _Reader:
     def take(self, record: dict[str, Any]) -> None:
         phase, category = str(record.get("ph")), str(record.get("cat", _OPERATOR))
         is_op = category == _OPERATOR and phase in ("B", "E", "X")
-        if not is_op and (category in _INTERNAL or phase not in ("B", "E", "b", "e", "X")):
+        if not is_op and (category in _INTERNAL or phase not in _RANGES):
             return
         at = to_ns(record.get("ts"))
         if at is None or not 0 <= at < _MAX_TIME_NS:
@@ -103,7 +108,7 @@ class _Reader:
             rows.append((*self._span(at, at + (-1 if duration is None else duration)), name, tid))
             return
         key = (str(record.get("pid")), tid, name, category, str(record.get("id")))
-        if phase in ("B", "b"):
+        if phase in _BEGINNINGS:
             early = self._early[key]
             if early and early[-1] >= at:
                 rows.append((*self._span(at, early.pop()), name, tid))
@@ -210,17 +215,15 @@ def named(trace: RankTrace, symbol: str | bytes, source: object = "symbol") -> R
     where several, it is the one whose inputs were there first, as the engine's queue for a CPU is first in, first out
     (ThreadedEnginePerDevice; one worker unless ``MXNET_CPU_WORKER_NTHREADS`` says otherwise). Yet a node that was
     overtaken by one that had to wait longer waits for something else (memory that another op still uses, or Python,
-    which had not handed it in): it is taken when no other is left. A warning counts what was chosen among several, and
-    says what keeps its operator's name: operators that ran more or less often than the symbol has nodes of them, and
-    what follows a choice that turned out wrong. ``meta.extra`` gets ``dataflow`` and ``op_types``.
+    which had not handed it in): it is taken when no other is left. Where a choice turns out wrong, as no node is left
+    for an op behind it, the last one is made anew. A warning counts what was chosen among several, and says what keeps
+    its operator's name: operators that ran more or less often than the symbol has nodes of them, and all from the first
+    choice on where no choices fit. ``meta.extra`` gets ``dataflow`` and ``op_types``.
 
     Raises:
         TraceError: ``symbol`` is none.
     """
     nodes = dataflow.with_backward(dataflow.symbol_nodes(symbol, source))
-    if len({node.name for node in nodes}) < len(nodes):
-        note = f"{source}: several nodes of one name, so that ops keep their operators' names"
-        return replace(trace, warnings=[*trace.warnings, note])
     graph = _Nodes(nodes)
     operators = trace.names
     names = dict.fromkeys(operators)
@@ -256,6 +259,25 @@ def named(trace: RankTrace, symbol: str | bytes, source: object = "symbol") -> R
     return replace(trace, meta=meta, columns=columns, names=list(ids), warnings=warnings)
 
 
+@dataclass
+class _State:
+    """How far a step has come."""
+
+    waits: list[int]  # inputs that are not there yet
+    since: list[int]  # when the last one so far was
+    ready: dict[str, list[int]] = field(default_factory=dict)  # operator -> nodes that could run
+    latest: int = 0  # of the nodes that ran, how late one could
+
+    def copy(self) -> _State:
+        return _State(self.waits[:], self.since[:], {op: nodes[:] for op, nodes in self.ready.items()}, self.latest)
+
+    def could(self, operator: str, start: int) -> list[int]:
+        """The nodes that an op may be, likeliest first."""
+        nodes = [i for i in self.ready.get(operator, []) if self.since[i] <= start]
+        # overtaken ones last, and by their place; the others by how long they have waited
+        return sorted(nodes, key=lambda i: (True, 0, i) if self.since[i] < self.latest else (False, self.since[i], i))
+
+
 class _Nodes:
     """A symbol's nodes with what waits for each."""
 
@@ -274,53 +296,61 @@ class _Nodes:
         With the number of choices among several, and remarks.
         """
         ran = Counter(operator for operator, _, _ in runs)
-        odd = [op for op, number in ran.items() if op in self.per_operator and number != self.per_operator[op]]
-        notes = [
-            f"{op} not called by nodes: it ran {ran[op]} times, the symbol has {self.per_operator[op]}" for op in odd
-        ]
-        known = set(ran) & set(self.per_operator) - set(odd)
-        waits = [len(node.inputs) for node in self.nodes]
-        since = [0] * len(self.nodes)
-        ready: defaultdict[str, list[int]] = defaultdict(list)  # operator -> nodes
-
-        def over(first: list[int]) -> None:
-            """What these wait for is there; nodes without an op of their own are over as soon."""
-            stack = first
-            while stack:
-                i = stack.pop()
-                if self.nodes[i].op in known:
-                    ready[self.nodes[i].op].append(i)
-                else:
-                    stack += self._done(i, since[i], waits, since)
-
-        over([i for i, number in enumerate(waits) if not number])
-        out, doubts, doubtful_from, latest = [""] * len(runs), 0, -1, 0
-        for k, (operator, start, end) in enumerate(runs):
+        odd = {op: self.per_operator[op] for op, n in ran.items() if self.per_operator[op] not in (0, n)}
+        notes = [f"{op} not called by nodes: it ran {ran[op]} times, the symbol has {n}" for op, n in odd.items()]
+        known = {op for op in ran if op in self.per_operator} - set(odd)
+        state = _State([len(node.inputs) for node in self.nodes], [0] * len(self.nodes))
+        self._free(state, [i for i, number in enumerate(state.waits) if not number], known)
+        found = [-1] * len(runs)
+        doubts: list[int] = []  # ops that could have been several nodes
+        untried: list[tuple[int, _State, list[int]]] = []  # where another choice is left
+        retries, k = 0, 0
+        while k < len(runs):
+            operator, start, _ = runs[k]
             if operator not in known:
+                k += 1
                 continue
-            could = [i for i in ready[operator] if since[i] <= start]
-            if not could:
-                first = k if doubtful_from < 0 else doubtful_from
-                out[first:] = [""] * (len(runs) - first)
-                notes.append("ops run in an order that the symbol does not allow: the rest of them not called by nodes")
-                return out, 0, notes
+            could = state.could(operator, start)
             if len(could) > 1:
-                doubts += 1
-                doubtful_from = k if doubtful_from < 0 else doubtful_from
-            # overtaken ones last, and by their place; the others by how long they have waited
-            i = min(could, key=lambda i: (True, 0, i) if since[i] < latest else (False, since[i], i))
-            ready[operator].remove(i)
-            latest = max(latest, since[i])
-            out[k] = self.nodes[i].name
-            over(self._done(i, end, waits, since))
-        return out, doubts, notes
+                doubts.append(k)
+            elif not could and untried and retries < _MAX_RETRIES:
+                retries += 1
+                k, state, could = untried.pop()
+                del doubts[bisect_right(doubts, k) :]
+            elif not could:
+                found[doubts[0] if doubts else k :] = []
+                notes.append("ops run in an order that the symbol does not allow: the rest of them not called by nodes")
+                doubts = []
+                break
+            if len(could) > 1:
+                untried.append((k, state.copy(), could[1:]))
+            found[k] = could[0]
+            self._run(state, could[0], runs[k][2], known)
+            k += 1
+        names = [self.nodes[i].name if i >= 0 else "" for i in found]
+        return names + [""] * (len(runs) - len(names)), len(doubts), notes
 
-    def _done(self, i: int, when: int, waits: list[int], since: list[int]) -> list[int]:
-        """Note that node ``i`` ended; the nodes that have nothing left to wait for."""
+    def _run(self, state: _State, i: int, end: int, known: set[str]) -> None:
+        """Node ``i`` runs until ``end``."""
+        state.ready[self.nodes[i].op].remove(i)
+        state.latest = max(state.latest, state.since[i])
+        self._free(state, self._done(state, i, end), known)
+
+    def _free(self, state: _State, nodes: list[int], known: set[str]) -> None:
+        """What these wait for is there; those without an op of their own are over as soon."""
+        while nodes:
+            i = nodes.pop()
+            if self.nodes[i].op in known:
+                state.ready.setdefault(self.nodes[i].op, []).append(i)
+            else:
+                nodes += self._done(state, i, state.since[i])
+
+    def _done(self, state: _State, i: int, when: int) -> list[int]:
+        """The nodes that have nothing left to wait for when node ``i`` is over."""
         free = []
         for j in self.next[i]:
-            waits[j] -= 1
-            since[j] = max(since[j], when)
-            if not waits[j]:
+            state.waits[j] -= 1
+            state.since[j] = max(state.since[j], when)
+            if not state.waits[j]:
                 free.append(j)
         return free

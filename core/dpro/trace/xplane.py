@@ -27,7 +27,7 @@ from array import array
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dpro.errors import TraceError
 from dpro.trace.dataflow import normalise
@@ -41,9 +41,9 @@ CLOCK_MARK = "dpro_clock"
 _HOST, _ENVIRONMENT, _DEVICE = "/host:", "Task Environment", "/device:"
 #: tsl/profiler/utils/tf_op_utils.cc: IsTfOpName, IsTfOpType
 _OP = re.compile(r"([A-Za-z0-9.][A-Za-z0-9_./\\>-]*):([A-Z_][A-Za-z0-9_]*)")
-#: Events that say nothing but that the executor is at work; the first of them only exists at level 3.
-_EXECUTOR = "ExecutorState::Process"
-_EXECUTORS = "Executor"
+#: Events of the executor's own, and those of them that only level 3 has (seen with 2.15.1).
+_EXECUTOR = "Executor"
+_VERBOSE = ("ExecutorPropagateOutputs", "ExecutorState::ScheduleReady")
 _FULL_LEVEL = "profile with ProfilerOptions(host_tracer_level=3)"
 #: No protobuf is larger.
 _MAX_BYTES = 2 << 30
@@ -57,6 +57,7 @@ _PLANE_NAME, _PLANE_LINE, _PLANE_EVENTS, _PLANE_STATS, _PLANE_STAT = 2, 3, 4, 5,
 _LINE_ID, _LINE_NAME, _LINE_NS, _LINE_EVENT = 1, 2, 3, 4
 _EVENT_KIND, _EVENT_OFFSET, _EVENT_DURATION, _EVENT_STAT, _EVENT_COUNT = 1, 2, 3, 4, 5
 _STAT_KIND, _STAT_UINT, _STAT_INT = 1, 3, 4
+_T = TypeVar("_T")
 #: An entry of the two maps from numbers to names.
 _ENTRY: Schema = {1: ("key", None), 2: ("value", {2: ("name", None)})}
 
@@ -137,15 +138,14 @@ class _Reader:
             elif number in (_PLANE_EVENTS, _PLANE_STATS):
                 entry = message(self.data, value, until, _ENTRY, self.damage)
                 table = kinds if number == _PLANE_EVENTS else stats
-                for facts in entry.get("value", []):
-                    table[_last(entry.get("key"), 0)] = _last(facts.get("name"), "")
+                table[_last(entry, "key", int, 0)] = _last(_last(entry, "value", dict, {}), "name", str, "")
         if name == _ENVIRONMENT:
             told = self._stats(own, stats).get("profile_start_time", 0)
             self.epoch_ns = told if 0 < told < _MAX_TIME_NS else 0
         elif name.startswith(_HOST):
             self.planes += 1
             host = _Kinds(kinds, stats, cut=end > len(self.data))
-            self.full_level |= any(kind.startswith(_EXECUTOR) for kind in kinds.values())
+            self.full_level |= any(kind in _VERBOSE for kind in kinds.values())
             for begin, until in lines:
                 self._line(begin, until, host)
         elif name.startswith(_DEVICE):
@@ -300,7 +300,7 @@ class _Kinds:
             if match := _OP.fullmatch(name):
                 self.ops[kind] = normalise(match[1]), match[2]
         #: not worth a look: most of all events
-        self.dull = {kind for kind, name in names.items() if name.startswith(_EXECUTORS) and kind not in self.ops}
+        self.dull = {kind for kind, name in names.items() if name.startswith(_EXECUTOR) and kind not in self.ops}
 
 
 def _apart(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -312,5 +312,6 @@ def _apart(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return out
 
 
-def _last(values: list[Any] | None, default: Any) -> Any:
-    return values[-1] if values else default
+def _last(parsed: dict[str, list[Any]], key: str, kind: type[_T], default: _T) -> _T:
+    """A field that is there once, the last time it is."""
+    return next((value for value in reversed(parsed.get(key, [])) if isinstance(value, kind)), default)
