@@ -17,6 +17,7 @@ class Knob(Enum):
     BUCKET_VIEW = "bucket_view"  # DDP: gradients as views of their bucket
     BATCHED_COPY = "batched_copy"  # DDP: gradients copied into their bucket together
     GROUPS = "groups"  # Horovod: explicit tensor groups
+    PARTITIONS = "partitions"  # BytePS: into what parts each gradient is cut
     CYCLE_TIME = "cycle_time"  # Horovod: how often its thread goes round; read when a job starts
 
 

@@ -17,6 +17,7 @@ from dpro.trace.model import RankTrace
 from dpro.verdict import slowest_rank, timing
 
 if TYPE_CHECKING:
+    from dpro.cost.ps import PsModel
     from dpro.cost.sync import SyncModel
     from dpro.graph.graph import Graph
     from dpro.replay.engine import Replay
@@ -81,11 +82,18 @@ def pack_trace(trace: RankTrace) -> bytes:
 def inform(graph: Graph, traces: list[RankTrace]) -> None:
     """What a search must know beyond the graph: the library's settings, what a bucket costs, and a round with nothing.
 
-    ``graph.info["sync"]`` is not there afterwards where no bucket was seen.
+    ``graph.info["sync"]`` is not there afterwards where no bucket was seen. A parameter server job has
+    ``graph.info["ps_model"]`` in its place.
     """
+    from dpro.cost.ps import MODEL, fit_ps
     from dpro.cost.sync import fit_buckets, idle_share
     from dpro.graph.assemble import assemble_steps
+    from dpro.graph.ps_ops import INFO
 
+    if INFO in graph.info:
+        with contextlib.suppress(ValueError):
+            graph.info[MODEL] = fit_ps(assemble_steps(traces))
+        return
     graph.info.update(traces[0].meta.library())
     contention = [trace.meta.contention for trace in traces]
     graph.info["idle_share"] = idle_share(contention)
@@ -100,11 +108,12 @@ def make_plans(
     """Assemble, replay and search; ``blobs`` are the packed traces by rank."""
     from dpro.graph.assemble import assemble
     from dpro.graph.horovod import with_responses
+    from dpro.graph.ps import is_ps
     from dpro.replay.engine import replay
     from dpro.search.critical_path import optimize
 
     traces = [RankTrace.load(io.BytesIO(blob)) for blob in blobs]
-    told = with_responses(traces)
+    told = traces if any(map(is_ps, traces)) else with_responses(traces)
     kept = [blob if new is old else pack_trace(new) for new, old, blob in zip(told, traces, blobs, strict=True)]
     traces = told
     session.keep_traces({trace.meta.rank: blob for trace, blob in zip(traces, kept, strict=True)})
@@ -133,9 +142,9 @@ def make_plans(
         return planned
     inform(graph, traces)
     # The replay's own clock may run a little fast or slow; what it says of two plans is their ratio.
-    for model in _beliefs(graph):
+    for cost, model in _beliefs(graph):
         if model is not None:
-            graph.info["sync"] = model
+            graph.info[cost] = model
         budget_s = max(0.0, settings.search_s - planned.search_s)
         found = optimize(graph, knobs=knobs, fingerprint=fingerprint, time_budget_s=budget_s, top=settings.trials)
         planned.evaluations += found.evaluations
@@ -155,18 +164,23 @@ def make_plans(
     return planned
 
 
-def _beliefs(graph: Graph) -> list[SyncModel | None]:
+def _beliefs(graph: Graph) -> list[tuple[str, SyncModel | PsModel | None]]:
     """The fitted cost of synchronisation; and, where latency matters in it, that there is none.
 
     Captured buckets are few and large: their times pin the bandwidth, and on a noisy machine hardly the
     latency. The two beliefs cost the captured buckets the same and lead to large and to small buckets;
-    the clock decides in the trial.
+    the clock decides in the trial. The same of a parameter server's partitions. With the key in ``graph.info``.
     """
+    from dpro.cost.ps import MODEL
+
+    pushed: PsModel | None = graph.info.get(MODEL)
+    if pushed is not None:
+        return [(MODEL, belief) for belief in pushed.beliefs()]
     fitted: SyncModel | None = graph.info.get("sync")
     if fitted is None or not graph.buckets:
-        return [None]
+        return [("sync", None)]
     mean_bytes = sum(bucket.nbytes for bucket in graph.buckets) / len(graph.buckets)
     mean_ns = fitted.time_ns(mean_bytes)
     if fitted.latency_ns < _LATENCY_MATTERS * mean_ns:
-        return [fitted]
-    return [fitted, replace(fitted, latency_ns=0.0, ns_per_byte=mean_ns / mean_bytes)]
+        return [("sync", fitted)]
+    return [("sync", fitted), ("sync", replace(fitted, latency_ns=0.0, ns_per_byte=mean_ns / mean_bytes))]

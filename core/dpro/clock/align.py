@@ -2,7 +2,8 @@
 
 Clocks are told by identity (:mod:`dpro.clock.identity`; the host's name where an older or foreign capture has
 none): traces of one clock have offset 0 to each other, exactly. Clocks are compared in pairs, by messages where
-two hosts sent to each other in both directions, else by collectives; then all pairs are reconciled.
+two hosts sent to each other in both directions (or to a parameter server), else by collectives; then all pairs are
+reconciled.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dpro.clock.match import match_collectives
 from dpro.clock.messages import Messages, match_messages
 from dpro.clock.pairs import Evidence, Pair, Window, add_ends, estimate, from_messages
 from dpro.clock.reconcile import reconcile
+from dpro.clock.relay import relayed
 from dpro.errors import TraceError
 from dpro.trace.model import RankTrace
 
@@ -166,6 +168,9 @@ def _pairs(
 ) -> list[Pair]:
     """All pairs with messages both ways, and as few others as it takes to reach every clock that can be."""
     seen = from_messages(traces, messages, clock_of)
+    for clocks, evidence in relayed(traces, clock_of).items():
+        if clocks not in seen or not seen[clocks].both_ways:
+            seen[clocks] = evidence
     found = [estimate(a, b, evidence, windows[b]) for (a, b), evidence in seen.items() if evidence.both_ways]
     pairs = [pair for pair in found if pair is not None]
     joined = list(range(len(windows)))  # clocks with the same number are joined

@@ -15,6 +15,7 @@ of the others, and what happens after an edit say more.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import NO_RESOURCE, Bucket, Graph, OpKind, TensorInfo
 from dpro.graph.horovod import is_horovod, with_responses
 from dpro.graph.local import build_local
+from dpro.graph.ps import Partitions, apart, is_ps
 from dpro.graph.spans import common_steps, one_clock, span_ns, unprofiled_ns
 from dpro.graph.threads import costly_names
 from dpro.graph.wire import Exchange, read_wire
@@ -40,8 +42,9 @@ _UNEXPLAINED_SHARE = 0.01
 
 def assemble_steps(traces: list[RankTrace], *, align: bool = True, messages: bool = False) -> list[Graph]:
     """One graph per used step; the rest as :func:`assemble`."""
+    traces, servers = apart(traces)
     steps, notes = common_steps(traces)
-    capture = _Capture(traces, align, messages)
+    capture = _Capture(traces, servers, align, messages)
     graphs = [capture.graph(step) for step in steps]
     for graph in graphs:
         graph.warnings[:0] = notes
@@ -60,11 +63,14 @@ def assemble(traces: list[RankTrace], step: int | None = None, *, align: bool = 
     ``info["measured_ns"]`` is the mean over the used steps, or that of ``step``; ``info["clock"]`` what is
     known of each rank's clock.
 
+    Traces of parameter servers, where there are any, tell of messages and clocks; they have no steps.
+
     Raises:
         TraceError: no traces, or no such step.
     """
+    traces, servers = apart(traces)
     steps, notes = common_steps(traces)
-    capture = _Capture(traces, align, messages)
+    capture = _Capture(traces, servers, align, messages)
     if step is not None:
         if not 0 <= step < min(t.steps for t in traces):
             raise TraceError(traces[0].meta.source or "traces", f"no step {step}")
@@ -81,14 +87,20 @@ def assemble(traces: list[RankTrace], step: int | None = None, *, align: bool = 
 class _Capture:
     """What the graphs of all steps are made from."""
 
-    def __init__(self, traces: list[RankTrace], align: bool, messages: bool) -> None:
-        traces = with_responses(traces)
-        self.clock = one_clock(traces, align)
+    def __init__(self, traces: list[RankTrace], servers: list[RankTrace], align: bool, messages: bool) -> None:
+        pushed = any(map(is_ps, traces))
+        if not pushed:
+            traces = with_responses(traces)
+        self.clock = one_clock([*traces, *servers], align)
+        if servers:
+            self.clock = replace(self.clock, traces=self.clock.traces[: len(traces)])
+        #: what a parameter server's workers pushed and pulled, None in a job of collectives
+        self.partitions = Partitions(self.clock.traces) if pushed else None
         #: names that are ops of their own, the same on all ranks so that their graphs are alike
         self.names: set[str] = set().union(*map(costly_names, traces))
         self.shared = match_collectives(self.clock.traces)
         self.span_ns = span_ns(self.clock, list(range(min(t.steps for t in traces))))
-        self.wire = read_wire(self.clock.traces, self.shared)
+        self.wire = None if pushed else read_wire(self.clock.traces, self.shared)
         #: (trace, row of a collective) -> its messages, where they are to be ops
         self.exchanges: dict[tuple[int, int], Exchange] = {}
         for c, exchange in self.wire.exchanges.items() if self.wire and messages else ():
@@ -111,7 +123,8 @@ class _Assembly:
     def __init__(self, capture: _Capture, step: int) -> None:
         self.traces = traces = capture.clock.traces
         self.exchanges = capture.exchanges
-        self.negotiated = any(map(is_horovod, traces))
+        self.partitions, self.step = capture.partitions, step
+        self.negotiated = any(map(is_horovod, traces)) and self.partitions is None
         self.graph = Graph()
         self.world_size = max(len(traces), *(trace.meta.world_size for trace in traces))
         windows = [(int(t.step_bounds[step, 0]), int(t.step_bounds[step, 1])) for t in traces]
@@ -124,6 +137,8 @@ class _Assembly:
         self.late = [begin - origin if capture.clock.aligned else 0 for begin in begins]
         for local, late in zip(self.locals, self.late, strict=True):
             _skip_ahead(local, -late)
+        #: id(draft) of all that lies between a gradient's OUT and IN, where a server is between them
+        self.pushed = self.partitions.add_drafts(self.locals, step) if self.partitions else set[int]()
         self.ids: dict[int, int] = {}  # id(draft) -> op, what successors of the draft depend on
         self.bodies: dict[int, list[int]] = {}  # id(draft) -> all ops of a collective that is more than one
         graph = self.graph
@@ -132,6 +147,8 @@ class _Assembly:
             graph.warnings += [f"rank {trace.meta.rank}: {line}" for line in trace.warnings]
         for local in self.locals:
             graph.warnings += [f"rank {local.rank}: {line}" for line in local.warnings]
+        if self.partitions:
+            graph.warnings += self.partitions.warnings
         joined = self._match(capture.shared)
         shared = {id(op) for group in joined for op in group}
         single: list[list[DraftOp | None]] = [
@@ -198,7 +215,7 @@ class _Assembly:
         """All ops and edges. ``groups`` are what becomes one op for all members, in launch order."""
         graph = self.graph
         shared = {id(op) for group in joined for op in group}
-        grouped = {id(op) for group in groups for op in group}
+        grouped = {id(op) for group in groups for op in group} | self.pushed
         runs = [run for group in groups if (run := self._run(group)) is not None]
         seen = {id(op) for run in runs for op in run.drafts.values()}
         groups = [group for group in groups if not seen.intersection(map(id, group))]
@@ -230,6 +247,13 @@ class _Assembly:
             edges |= added.edges
             for i, op in run.drafts.items():
                 self.ids[id(op)], self.bodies[id(op)], entries[id(op)] = added.leave[i], added.ops, added.entries[i]
+        if self.partitions:
+            parts = self.partitions.add(graph, self.locals, self.step)
+            times += parts.times
+            edges |= parts.edges
+            self.ids.update(parts.ids)
+            self.bodies.update(parts.bodies)
+            entries.update(parts.entries)
         if alone and self.world_size > 1:
             graph.warnings.append(f"{alone} collective(s) seen by one rank only: waiting for its peers is inside")
         for _, op in drafts:

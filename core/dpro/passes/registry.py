@@ -21,6 +21,7 @@ _BUILT_IN = {
     "bucket_view": "dpro.passes.bucket_view:BucketView",
     "cycle_time": "dpro.passes.cycle_time:CycleTime",
     "tensor_fusion": "dpro.passes.tensor_fusion:TensorFusion",
+    "tensor_partition": "dpro.passes.tensor_partition:TensorPartition",
 }
 
 

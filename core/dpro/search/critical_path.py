@@ -21,6 +21,7 @@ import numpy as np
 from dpro.adapter import Knob
 from dpro.cost.sync import fit_buckets
 from dpro.graph.graph import Graph
+from dpro.graph.ps_ops import INFO
 from dpro.passes.batched_copy import BatchedCopy
 from dpro.passes.bucket_view import BucketView
 from dpro.passes.contention import relieve
@@ -101,8 +102,15 @@ def optimize(
     ``graph.info["sync"]`` is the cost of a bucket; without it, it is fitted to the captured buckets (no host
     contention then). If it knows of contention and the graph is a captured one, host ops are first relieved
     of what the captured buckets cost them.
+
+    A parameter server job (``graph.info["ps"]``) has no buckets: with :attr:`Knob.PARTITIONS` its partitions are
+    searched (:mod:`dpro.search.tensor_partition`), and nothing else.
     """
     began = time.monotonic()
+    if Knob.PARTITIONS in knobs and INFO in graph.info:
+        from dpro.search.tensor_partition import search
+
+        return search(graph, fingerprint=fingerprint, time_budget_s=time_budget_s, top=top)
     nothing = _nothing_to_do(graph, knobs)
     if nothing:
         baseline_ms = replay(graph).makespan_ns / 1e6
@@ -139,7 +147,7 @@ def optimize(
 
 
 def _nothing_to_do(graph: Graph, knobs: set[Knob]) -> str:
-    if not knobs & {*FUSION, Knob.BUCKET_VIEW, Knob.BATCHED_COPY, Knob.CYCLE_TIME}:
+    if INFO in graph.info or not knobs & {*FUSION, Knob.BUCKET_VIEW, Knob.BATCHED_COPY, Knob.CYCLE_TIME}:
         return "no knob that this search can turn"
     if not graph.buckets or not sum(tensor.nbytes for tensor in graph.tensors):
         return "no gradients are synchronised in buckets"

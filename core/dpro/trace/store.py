@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dpro.errors import TraceError
-from dpro.trace import horovod, kineto, mxnet, xplane
+from dpro.trace import byteps, horovod, kineto, mxnet, xplane
 from dpro.trace.model import RankTrace
 
 #: A run folder never grows past this; a trace that would is refused.
@@ -128,11 +128,18 @@ def input_files(path: Path) -> list[Path]:
     """The files that :func:`load` may read at ``path``; none where there is nothing."""
     if not path.is_dir():
         return [path] if path.exists() else []
-    return RunFolder(path).trace_files() or [f for f in path.iterdir() if f.is_file() and _plausible(f)]
+    found = RunFolder(path).trace_files() or [f for f in path.iterdir() if f.is_file() and _plausible(f)]
+    return found or _comm_files(path)
 
 
 def _plausible(file: Path) -> bool:
     return file.name.endswith(_SUFFIXES) and file.name not in _OWN_FILES
+
+
+def _comm_files(path: Path) -> list[Path]:
+    """Of BytePS: in a folder named by the local rank, and that in one for each worker where the launcher made it so."""
+    found = [*path.glob("[0-9]*/comm.json"), *path.glob("*/[0-9]*/comm.json")]
+    return sorted(found, key=lambda file: _natural(str(file)))
 
 
 def _load_folder(path: Path) -> list[RankTrace]:
@@ -141,14 +148,15 @@ def _load_folder(path: Path) -> list[RankTrace]:
     except OSError as error:
         raise TraceError(path, f"cannot be read ({error.strerror})") from error
     notes = []
-    plausible = [f for f in files if _plausible(f)]
+    plausible = [f for f in files if _plausible(f)] or _comm_files(path)
     chakra = [f for f in plausible if _CHAKRA.match(f.name)]
     plausible = [f for f in plausible if f not in chakra]
     if chakra:
         notes.append(f"{len(chakra)} Chakra execution trace(s) beside the Kineto traces skipped")
     symbols = [f for f in plausible if f.name.endswith(_SYMBOL)]
     plausible = [f for f in plausible if f not in symbols]
-    others = len([f for f in files if f.name not in _OWN_FILES]) - len(plausible) - len(chakra) - len(symbols)
+    known = {*plausible, *chakra, *symbols}
+    others = sum(f.name not in _OWN_FILES and f not in known for f in files)
     if others and plausible:
         notes.append(f"{others} file(s) that are no traces skipped")
     if not plausible:
@@ -192,6 +200,8 @@ def _read(file: Path) -> RankTrace:
         return xplane.read(file)
     if horovod.is_timeline(file):
         return horovod.read_trace(file)
+    if byteps.is_comm(file):
+        return byteps.read_trace(file)
     return mxnet.read(file) if mxnet.is_profile(file) else kineto.read(file)
 
 
