@@ -124,3 +124,22 @@ def test_nested_rows_count_once_and_recording_is_taken_out() -> None:
     durations = {graph.name_of(op): int(graph.column("duration")[op]) for op in graph.arrays().ids.tolist()}
     assert "inner" not in durations
     assert durations["A"] == 95 * US
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model/conv1/Conv2D", OpKind.FORWARD),
+        ("gradient_tape/model/conv1/Conv2D/Conv2DBackpropFilter", OpKind.BACKWARD),
+        ("StatefulPartitionedCall/gradient_tape/model/dense/MatMul", OpKind.BACKWARD),
+        ("gradients/dense/MatMul_grad", OpKind.BACKWARD),
+        ("resnetv10_conv0_fwd", OpKind.FORWARD),
+        ("resnetv10_conv0_fwd_backward", OpKind.BACKWARD),
+        ("batch_dot0_backward_lhs", OpKind.BACKWARD),
+    ],
+)
+def test_the_pass_is_told_by_the_name(name: str, kind: OpKind) -> None:
+    """As Keras, tf.gradients and the MXNet reader write it."""
+    ops = ((name, 0, 100), *OPS[1:])
+    graph = graph_of(trace(0, {}, ops), trace(1, {}, ops))
+    assert {OpKind(graph.column("kind")[op]) for op in graph.arrays().ids if graph.name_of(op) == name} == {kind}

@@ -15,6 +15,7 @@ reads the reduced one is started when it is there.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterable
 
@@ -26,8 +27,8 @@ from dpro.trace.horovod import SUBMIT, WAIT
 from dpro.trace.model import EventKind, RankTrace
 
 DATAFLOW = "dataflow"
-#: Where a node's name says that it belongs to the backward pass: Keras 2 and 3, tf.gradients, MXNet.
-_BACKWARD = ("gradient_tape/", "gradients/", "_backward_")
+#: Where a node's name says that it belongs to the backward pass: Keras, tf.gradients, MXNet.
+_BACKWARD = re.compile(r"(^|/)gradient(_tape|s)/|_backward")
 #: A dependency ended at most so long after what follows began: clocks of two threads' events, read one after the other.
 _TOLERANCE_NS = 2_000
 _Occurrences = dict[str, list[DraftOp]]
@@ -88,7 +89,7 @@ def _threads(trace: RankTrace, begin: int, end: int) -> dict[int, list[int]]:
 
 def _op(trace: RankTrace, row: int, resource: str) -> DraftOp:
     name, start, end = trace.names[trace.name[row]], int(trace.start[row]), int(trace.end[row])
-    kind = OpKind.BACKWARD if name.startswith(_BACKWARD) or "/gradient_tape/" in name else OpKind.FORWARD
+    kind = OpKind.BACKWARD if _BACKWARD.search(name) else OpKind.FORWARD
     duration = max(0, end - start - round(trace.meta.event_overhead_ns))
     return DraftOp(name, kind, resource, start, end, duration, rows=[row])
 
