@@ -1,8 +1,8 @@
-"""Makes ``.venv-backends``: every framework and Horovod in one environment. Standard library only.
+"""Makes ``.venv-backends``: every framework, Horovod and BytePS in one environment. Standard library only.
 
 ``python3.11 tests/backends/build.py``; ``make test`` calls it. What is slow to compile (Horovod for three
-frameworks, about 15 minutes on two cores) is compiled once per machine into a cache outside the checkout,
-``$DPRO_CACHE`` or ``~/.cache/dpro``, as a wheel in a folder that is named by all versions that went in.
+frameworks, about 15 minutes on two cores; BytePS for two, a few) is compiled once per machine into a cache outside
+the checkout, ``$DPRO_CACHE`` or ``~/.cache/dpro``, as a wheel in a folder that is named by all versions that went in.
 pip's own wheel cache is not used: its key lacks the frameworks, so it hands out a wheel built for others.
 """
 
@@ -18,9 +18,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+try:
+    from tests.backends import byteps_build
+except ImportError:  # run as a script
+    import byteps_build  # type: ignore[no-redef]
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv-backends"
@@ -66,30 +71,39 @@ def only_one(name: str) -> Iterator[None]:
 
 
 def recipe() -> str:
-    """A short hash of this file and of what names the machine: another recipe is another environment."""
+    """A short hash of this file and of what names the machine: another recipe is another environment.
+
+    What comes from ``byteps_build.py`` has a recipe of its own: it is replaced in an environment that stays.
+    """
     text = Path(__file__).read_text() + platform.machine() + sys.version
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def horovod_wheel() -> Path:
-    """The wheel from the cache, built first if it is not there."""
-    parts = (HOROVOD, TORCH, TENSORFLOW, MXNET, f"py{sys.version_info[0]}{sys.version_info[1]}", platform.machine())
+def cached(library: str, *ingredients: str, make: Callable[[Path], Path]) -> Path:
+    """The wheel of ``library`` for these versions from the cache; if it is not there, ``make(scratch)`` makes it."""
+    parts = (*ingredients, f"py{sys.version_info[0]}{sys.version_info[1]}", platform.machine())
     folder = CACHE / "wheels" / re.sub(r"[^\w.-]+", "-", "_".join(parts))
-    with only_one("horovod"):
-        for wheel in sorted(folder.glob("horovod-*.whl")):
+    with only_one(library):
+        for wheel in sorted(folder.glob(f"{library}-*.whl")):
             return wheel
-        say("compiling Horovod for torch, TensorFlow and MXNet, once on this machine (about 15 minutes)")
-        with tempfile.TemporaryDirectory(prefix="dpro-horovod-") as scratch:
-            source = horovod_source(Path(scratch))
-            built = Path(scratch) / "wheel"
-            arguments = ("wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir", "-w", str(built), ".")
-            path = f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
-            pip(*arguments, cwd=source, environment={**HOROVOD_SETTINGS, "PATH": path})
-            (wheel,) = built.glob("horovod-*.whl")
+        with tempfile.TemporaryDirectory(prefix=f"dpro-{library}-") as scratch:
+            wheel = make(Path(scratch))
             folder.mkdir(parents=True, exist_ok=True)
             partial = folder / f"{wheel.name}.partial"
             shutil.copyfile(wheel, partial)
             return partial.rename(folder / wheel.name)
+
+
+def horovod_wheel(scratch: Path) -> Path:
+    """Compile Horovod; the wheel, in ``scratch``."""
+    say("compiling Horovod for torch, TensorFlow and MXNet, once on this machine (about 15 minutes)")
+    source = horovod_source(scratch)
+    built = scratch / "wheel"
+    arguments = ("wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir", "-w", str(built), ".")
+    path = f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
+    pip(*arguments, cwd=source, environment={**HOROVOD_SETTINGS, "PATH": path})
+    (wheel,) = built.glob("horovod-*.whl")
+    return wheel
 
 
 def horovod_source(scratch: Path) -> Path:
@@ -107,6 +121,23 @@ def horovod_source(scratch: Path) -> Path:
     return source
 
 
+def byteps_wheel(scratch: Path) -> Path:
+    """Compile BytePS; the wheel, in ``scratch``."""
+    say("compiling BytePS for TensorFlow and MXNet, once on this machine (a few minutes)")
+    return byteps_build.wheel(PYTHON, pip, scratch)
+
+
+def install_byteps() -> None:
+    """BytePS, the library it runs on and what mends it, into an environment that lacks them or has others."""
+    stamp = VENV / ".byteps"
+    if not (stamp.exists() and stamp.read_text() == byteps_build.recipe()):
+        parts = (byteps_build.BYTEPS, TENSORFLOW, MXNET, byteps_build.ingredients())
+        wheel = cached("byteps", *parts, make=byteps_wheel)
+        pip("install", "--no-compile", "--no-deps", "--force-reinstall", str(wheel))
+        byteps_build.install_beside(VENV)
+        stamp.write_text(byteps_build.recipe())
+
+
 def main() -> int:
     stamp = VENV / ".made"
     if not (stamp.exists() and stamp.read_text() == recipe() and PYTHON.exists()):
@@ -114,8 +145,10 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True)
         for layer in LAYERS:
             pip("install", "--no-compile", *layer)
-        pip("install", "--no-compile", "--no-deps", str(horovod_wheel()))
+        wheel = cached("horovod", HOROVOD, TORCH, TENSORFLOW, MXNET, make=horovod_wheel)
+        pip("install", "--no-compile", "--no-deps", str(wheel))
         stamp.write_text(recipe())
+    install_byteps()
     # The engine's build is the checkout's own: an editable install of what lies here.
     pip("install", "--no-compile", "--no-build-isolation", "--no-deps", "-e", str(ROOT))
     pip("install", "--no-compile", "rich>=12", "typer>=0.9", NUMPY)
