@@ -21,18 +21,31 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import comms
 from benchmarks.cells import COMMS, LINKS, MODELS, Jobs, JobSet, say, slowest_ms
 from benchmarks.matrix import run_matrix
 from benchmarks.plans import measure_plans, summarise_plans
-from benchmarks.predict import load, replayed
+from benchmarks.predict import KNOBS, load, replayed
 from benchmarks.tables import accuracy_table, plans_table
 from benchmarks.testbed import TestbedError
 from dpro.errors import DproError
 
 FLOOR_PCT = 2.0
 MOST_RUNS = 3
-#: Links of the matrix by number of hosts: with more than two the compute is emulated.
+#: Links of the matrix by number of hosts, for torch: with more than two the compute is emulated.
 LINKS_OF = {2: tuple(LINKS), 4: ("200mbit",), 8: ("200mbit",)}
+#: And for the other frameworks, which compute for real only.
+SHAPED = ("1gbit", "200mbit")
+
+
+def links_of(comm: str, hosts: int, plans: bool = False) -> tuple[str, ...]:
+    """Links of the matrix for ``comm``; none where it is not in it. ``plans``: of the matrix of plans."""
+    known = comms.COMMS[comm]
+    if hosts > 2 and not known.emulates:
+        return ()
+    if plans:
+        return ("1gbit",) if known.sets in KNOBS else ()
+    return LINKS_OF.get(hosts, ("200mbit",)) if known.emulates else SHAPED
 
 
 def share_pct(value: float, reference: float) -> float:
@@ -119,10 +132,8 @@ def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure the matrix, cell by cell; one whose job fails has an ``error``."""
     for hosts in args.hosts:
         for comm in args.comms:
-            for model in args.models:
-                links = [link for link in LINKS_OF.get(hosts, ("200mbit",)) if link in args.links]
-                if args.plans:
-                    links = [link for link in ("1gbit",) if link in args.links]
+            links = [link for link in links_of(comm, hosts, args.plans) if link in args.links]
+            for model in args.models if links else ():
                 jobs = Jobs(model, comm, hosts)
                 say(jobs.describe())
                 for link in links:

@@ -22,20 +22,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.testbed import Testbed, horovod
+from benchmarks import comms
+from benchmarks.testbed import Testbed, byteps, horovod
+from benchmarks.testbed.job import Job
 from benchmarks.testbed.network import UNSHAPED
 from dpro.verdict import slowest_rank
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("resnet50", "vgg16", "inceptionv3", "bert-base")
-COMMS = ("ddp", "horovod")
+COMMS = tuple(comms.COMMS)
 #: Name in the matrices to rate on the testbed. "loopback" has hosts and clocks as the others, and a link that nothing
 #: holds back.
 LINKS = {"1gbit": "1gbit", "200mbit": "200mbit", "loopback": UNSHAPED}
 #: How far the hosts' clocks are from the machine's, ns, in turn.
 CLOCKS_NS = (5_000_000, -5_000_000)
 #: The frameworks' own chatter is not what the figures are about.
-_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99", "PYTHONWARNINGS": "ignore"}
+_QUIET = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore",
+}  # fmt: skip
+#: A rank has one core. (TensorFlow is told by its loop, torch too.)
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MXNET_CPU_WORKER_NTHREADS": "1"}
 #: Keep freed memory: a ResNet50 here gives back and takes again 8,000 pages a step, 0 to 16 ms of it, as chance will.
 _MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -55,6 +61,10 @@ class Jobs:
     model: str
     comm: str
     hosts: int
+
+    def __post_init__(self) -> None:
+        if self.emulated and not comms.COMMS[self.comm].emulates:
+            raise ValueError(f"{self.comm}: no emulated compute, so two hosts at most")
 
     @property
     def emulated(self) -> bool:
@@ -82,7 +92,7 @@ class JobSet:
         self.jobs, self._timeout_s = jobs, timeout_s
         offsets = [CLOCKS_NS[host % len(CLOCKS_NS)] for host in range(jobs.hosts)]
         self.bed = Testbed(jobs.hosts, UNSHAPED, pin=True, clock_offsets_ns=offsets)
-        self._env = {**_QUIET, **_MEMORY, **(env or {})}
+        self._env = {**_QUIET, **_ONE_THREAD, **_MEMORY, **(env or {})}
         self._orders = 0
 
     def __enter__(self) -> JobSet:
@@ -90,13 +100,7 @@ class JobSet:
         self.folder = Path(self._scratch.name)
         try:
             self.bed.__enter__()
-            python = horovod.find_python() if self.jobs.comm == "horovod" else sys.executable
-            command = [python, "-m", "benchmarks.matrix_job", "--folder", str(self.folder), "--model", self.jobs.model]
-            command += ["--comm", self.jobs.comm] + ["--emulated"] * self.jobs.emulated
-            if self.jobs.comm == "horovod":
-                self._job = horovod.start(self.bed, command, {**_HOROVOD, **self._env}, str(ROOT), python=python)
-            else:
-                self._job = self.bed.start(command, self._env, str(ROOT))
+            self._job = self._start(comms.COMMS[self.jobs.comm].launcher)
         except BaseException:
             self.__exit__()
             raise
@@ -110,6 +114,17 @@ class JobSet:
         finally:
             self.bed.__exit__(*exc)
             self._scratch.cleanup()
+
+    def _start(self, launcher: str) -> Job | byteps.BytePSJob:
+        arguments = ["-m", "benchmarks.matrix_job", "--folder", str(self.folder), "--model", self.jobs.model]
+        arguments += ["--comm", self.jobs.comm] + ["--emulated"] * self.jobs.emulated
+        if launcher == "torchrun":
+            return self.bed.start([sys.executable, *arguments], self._env, str(ROOT))
+        if launcher == "byteps":
+            python = byteps.find_python()
+            return byteps.start(self.bed, [python, *arguments], self._env, str(ROOT), python=python)
+        python = horovod.find_python()
+        return horovod.start(self.bed, [python, *arguments], {**_HOROVOD, **self._env}, str(ROOT), python=python)
 
     @property
     def mode(self) -> str:

@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from benchmarks.cells import place
-from benchmarks.models import CUTS
+from benchmarks.comms import COMMS
 from benchmarks.tables import Table
 from benchmarks.testbed import Interrupted, TestbedError, interruptible
 
@@ -22,7 +22,7 @@ def run_matrix(
     summarise: Callable[[list[dict[str, Any]]], dict[str, Any]],
     table: Callable[[dict[str, Any]], Table],
 ) -> int:
-    """The exit code. ``args`` has ``models``, ``json`` and ``table``."""
+    """The exit code. ``args`` has ``models``, ``comms``, ``json`` and ``table``."""
     begin_s = time.monotonic()
     try:
         with interruptible():
@@ -34,7 +34,7 @@ def run_matrix(
         return 2
     result: dict[str, Any] = {
         "place": place() | {"seconds": round(time.monotonic() - begin_s)},
-        "cuts": {model: CUTS[model] for model in args.models},
+        "cuts": cuts(args.models, args.comms),
         "cells": found,
         "summary": summarise(found),
     }
@@ -43,3 +43,13 @@ def run_matrix(
         shown.into(args.table)
     print(json.dumps(result) if args.json else shown.text)
     return 0 if all("error" not in cell for cell in found) else 1
+
+
+def cuts(models: Iterable[str], comms: Iterable[str]) -> dict[str, str]:
+    """How the models are cut, by model; those in Keras and MXNet by model and framework."""
+    told = {COMMS[comm].framework: COMMS[comm].cuts() for comm in comms}
+    return {
+        model if framework == "torch" else f"{model}, {framework}": words[model]
+        for framework, words in told.items()
+        for model in models
+    }

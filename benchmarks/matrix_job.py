@@ -11,14 +11,11 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.loops import LOOPS, Loop, put
-from benchmarks.models import make
+from benchmarks.comms import COMMS
+from benchmarks.loops import Loop, put
 from dpro.plan import Plan
 
 _POLL_S = 0.005
@@ -60,6 +57,7 @@ class Rank:
         """
         made = [None if plan is None else Plan.loads(plan) for plan in plans]
         times: list[list[int]] = [[] for _ in made]
+        self._loop.prepare([plan for plan in made if plan is not None])
         begin_s = time.monotonic()
         for number in range(rounds):
             for arm in list(range(len(made)))[:: -1 if number % 2 else 1]:
@@ -106,17 +104,8 @@ class Rank:
         return {}
 
     def ready(self) -> dict[str, Any]:
-        """Answers ``ready``: (name, bytes) of every gradient, in the order in which one step makes them ready."""
-        order: list[tuple[str, int]] = []
-
-        def note(name: str) -> Callable[[torch.Tensor], None]:
-            return lambda p: order.append((name, p.numel() * p.element_size()))
-
-        hooks = [p.register_post_accumulate_grad_hook(note(name)) for name, p in self._loop.model.named_parameters()]
-        self._train(_FIRST)
-        for hook in hooks:
-            hook.remove()
-        return {"ready": order}
+        """Answers ``ready``: (name, bytes) of every gradient, in the order in which a step makes them ready."""
+        return {"ready": self._loop.ready()}
 
     def train(self, steps: int, window: int) -> dict[str, Any]:
         """Train ``steps`` steps, then time ``window``. Answers ``times_ns``."""
@@ -155,6 +144,8 @@ class Rank:
             times.append(time.perf_counter_ns() - begin_ns)
             adapter.mark_step()
         trace = adapter.stop_capture()
+        if self._loop.runs_behind:
+            times = trace.step_ns().tolist()
         trace.meta.unprofiled_step_ns = plain_ns
         trace.meta.extra["profiled_step_ns"] = times
         file = self._folder / name
@@ -191,14 +182,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.matrix_job", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--comm", choices=sorted(LOOPS), required=True)
+    parser.add_argument("--comm", choices=sorted(COMMS), required=True)
     parser.add_argument("--emulated", action="store_true")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(1 + int(os.environ["RANK"]))
+    loop_class = COMMS[args.comm].loop_class()
     if not args.emulated:
-        [torch.zeros(_HEAP_PIECE_BYTES, dtype=torch.uint8).fill_(1) for _ in range(_HEAP_PIECES)]
-    loop: Loop = LOOPS[args.comm](make(args.model, args.emulated))
+        [b"\x01" * _HEAP_PIECE_BYTES for _ in range(_HEAP_PIECES)]
+    loop: Loop = loop_class(args.model, 1 + int(os.environ["RANK"]), args.emulated)
     rank = Rank(loop, args.folder)
     number = 0
     while (order := _wait(args.folder / f"order-{number}.json"))["do"] != "end":

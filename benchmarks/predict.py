@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.comms import COMMS
 from dpro.adapter import Knob
 from dpro.graph.assemble import assemble
 from dpro.graph.graph import Graph
@@ -28,7 +29,7 @@ from dpro.search.judge import Judge
 from dpro.trace.model import RankTrace
 
 #: What a tuner may set, by way of synchronising.
-KNOBS = {"ddp": {Knob.BUCKET_CAP, Knob.BUCKET_LIST}, "horovod": {Knob.GROUPS}}
+KNOBS = {"buckets": {Knob.BUCKET_CAP, Knob.BUCKET_LIST}, "groups": {Knob.GROUPS}}
 _SEARCH_S = 10.0
 
 
@@ -64,7 +65,7 @@ class Predictor:
 
     Args:
         traces: of the captured settings, un-profiled step times included.
-        comm: ``ddp`` or ``horovod``.
+        comm: of :data:`benchmarks.comms.COMMS`; one whose plans are buckets or groups.
         measured_ms: un-profiled step time of the captured settings; predictions are it times a ratio of replays.
 
     Raises:
@@ -73,7 +74,7 @@ class Predictor:
 
     def __init__(self, traces: list[RankTrace], comm: str, measured_ms: float) -> None:
         self.graph: Graph = assemble(traces)
-        self._comm, self._measured_ms = comm, measured_ms
+        self._sets, self._measured_ms = COMMS[comm].sets, measured_ms
         inform(self.graph, traces)
         if "sync" not in self.graph.info:
             raise ValueError("no bucket was seen to be synchronised")
@@ -96,7 +97,7 @@ class Predictor:
 
     def best(self) -> tuple[str, Plan] | None:
         """The search's best plan, predicted; None where it finds nothing better than the captured settings."""
-        found = optimize(self.graph, knobs=KNOBS[self._comm], time_budget_s=_SEARCH_S, top=1)
+        found = optimize(self.graph, knobs=KNOBS[self._sets], time_budget_s=_SEARCH_S, top=1)
         if not found.candidates:
             return None
         plan, scale = found.candidates[0].plan, self._measured_ms / found.baseline_ms
@@ -116,7 +117,7 @@ class Predictor:
 
     def uniform(self, cap_bytes: float) -> Plan:
         """Buckets, or groups, closed as soon as they reach ``cap_bytes``, in the order gradients become ready."""
-        if self._comm == "ddp":
+        if self._sets == "buckets":
             return Plan(bucket_caps=[cap_bytes / MIB])
         graph = self.graph
         groups = ddp_grouping(graph, [int(cap_bytes)])

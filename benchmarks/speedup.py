@@ -1,15 +1,16 @@
 """What tuning is worth: dpro's plan against the library's default, the best of a sweep, and Horovod's autotune.
 
 A cell is one job. dpro's real tuner runs in it to its verdict; then the default settings, dpro's plan and a sweep of
-uniform buckets (Horovod: uniform groups, in the order gradients become ready) take turns. ``tuned`` is what dpro left
-in force: the default settings, timed once more, where its verdict was that nothing is better.
+uniform buckets (Horovod: uniform groups, in the order gradients become ready; BytePS: one partition size) take turns.
+``tuned`` is what dpro left in force: the default settings, timed once more, where its verdict was that nothing is
+better.
 
 The best of the sweep is found in one half of the time and compared with what is in force in another:
 ``sweep_best_ms`` is the tuned time times that ratio, ``sweep_ms`` what was seen while it was looked for.
 
 ``HOROVOD_AUTOTUNE=1`` is read when Horovod starts, so it gets a job of its own and five times the steps that dpro took;
 then windows of that job and of the default one take turns, the other one stopped. ``autotune_ms`` is the default's
-time over the speed-up seen there. DDP has no autotune: null.
+time over the speed-up seen there. DDP and BytePS have no autotune: null.
 
 Where dpro has a plan for a job that is started anew (Horovod's cycle time, which it reads at the start alone), that
 job is compared with the default one in the same way, and ``tuned_ms`` is what follows the plan: the default's time over
@@ -37,6 +38,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import comms
 from benchmarks.cells import COMMS, LINKS, MODELS, Jobs, JobSet, say, slowest_ms
 from benchmarks.matrix import run_matrix
 from benchmarks.tables import speedup_table
@@ -48,6 +50,7 @@ from dpro.plan import Plan
 SWEEP_MIB = (0.5, 1, 2, 4, 8, 16)
 DEFAULT, TUNED = "default", "tuned"
 _MIB = 2**20
+_PAGE = 4096
 #: The tuner's settings here: shorter than its defaults, since a cell has little more than a minute.
 SETTINGS = {"warmup_steps": 4, "baseline_steps": 8, "capture_steps": 5, "verify_steps": 6, "trials": 2}
 _MOST_STEPS = 400
@@ -59,9 +62,15 @@ Arms = Mapping[str, str | None]
 
 
 def uniform_plan(comm: str, ready: list[tuple[str, int]], cap_mib: float) -> Plan:
-    """Buckets or groups that are closed as soon as they reach the cap. ``ready``: (name, bytes) in ready order."""
-    if comm == "ddp":
+    """Buckets or groups that are closed as soon as they reach the cap, or partitions of that size.
+
+    ``ready``: (name, bytes) in ready order.
+    """
+    sets = comms.COMMS[comm].sets
+    if sets == "buckets":
         return Plan(bucket_caps=[cap_mib])
+    if sets == "partitions":
+        return Plan(partitions={name: _pages(cap_mib * _MIB) for name, _ in ready})
     groups: list[list[str]] = [[]]
     held = 0
     for name, nbytes in ready:
@@ -71,6 +80,11 @@ def uniform_plan(comm: str, ready: list[tuple[str, int]], cap_mib: float) -> Pla
             groups.append([])
             held = 0
     return Plan(tensor_groups=[group for group in groups if group])
+
+
+def _pages(nbytes: float) -> int:
+    """BytePS cuts at whole pages."""
+    return math.ceil(nbytes / _PAGE) * _PAGE
 
 
 def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -110,7 +124,7 @@ def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, 
     found["possible_speedup"] = _possible(job, link, sum(nbytes for _, nbytes in ready))
     if tuned["at_start"]:
         found |= _started_anew(job, link, Plan.loads(tuned["at_start"]), found["default_ms"], args)
-    if jobs.comm == "horovod" and args.autotune_factor:
+    if comms.COMMS[jobs.comm].launcher == "horovod" and args.autotune_factor:
         found |= _autotune(job, link, round(args.autotune_factor * tuned["steps"]), found["default_ms"], args)
     say(
         f"  {link}: default {found['default_ms']:.1f}, tuned {found['tuned_ms']:.1f} (in the job "
@@ -193,7 +207,10 @@ def _beside(
 
 
 def _possible(job: JobSet, link: str, nbytes: int) -> float:
-    """See the module's ``possible_speedup``. ``nbytes``: of all gradients; a ring sends 2 (n-1)/n of them."""
+    """See the module's ``possible_speedup``. ``nbytes``: of all gradients; a ring sends 2 (n-1)/n of them.
+
+    (Of two hosts with a parameter server on one of them, the other sends as much.)
+    """
     if LINKS[link] == UNSHAPED:
         return 1.0
     hosts = job.jobs.hosts

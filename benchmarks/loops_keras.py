@@ -1,0 +1,112 @@
+"""Training loops in Keras over TensorFlow: one compiled model that trains on the same batch again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow import keras
+
+from benchmarks.loops import MEET_S, MOMENTUM, RATE, captured_ready, put
+from benchmarks.models_keras import make
+from dpro.adapter import Adapter
+from dpro.plan import Plan
+from dpro.tuner import Tuner
+
+
+class _Loop:
+    """What does not depend on who sums the gradients."""
+
+    rank: int
+    runs_behind = False
+
+    def __init__(self, model: str, seed: int, emulated: bool) -> None:
+        if emulated:
+            raise ValueError("the models in Keras have no emulated compute")
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+        task = make(model, seed)
+        self._model = task.model
+        self._batch = tf.constant(task.inputs), tf.constant(task.labels)
+        self._adapter: Adapter | None = None
+
+    def _compile(self, optimizer: Any) -> None:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self._model.compile(optimizer=optimizer, loss=loss, run_eagerly=False, jit_compile=False)
+        self._adapter = self._adapt()  # now: it looks on while the first step is traced
+
+    def _adapt(self) -> Adapter:
+        """An adapter for the model as it is now compiled."""
+        raise NotImplementedError
+
+    @property
+    def adapter(self) -> Adapter:
+        if self._adapter is None:
+            self._adapter = self._adapt()
+        return self._adapter
+
+    def _let_go(self) -> None:
+        """A tuner comes: it leaves another train function than it finds, and ours would not know the model again."""
+        self.adapter.close()
+        self._adapter = None
+
+    def step(self) -> None:
+        self._model.train_on_batch(*self._batch)
+
+    def ready(self) -> list[tuple[str, int]]:
+        order = captured_ready(self.adapter, self.step)
+        self.barrier()  # who has read its capture sooner does not train meanwhile
+        return order
+
+    def prepare(self, plans: Sequence[Plan]) -> None:
+        """Each has a train step of its own, to be traced, and made ready at its first run: seconds of work."""
+        for plan in plans:
+            put(self.adapter, plan)
+            self.step()
+        put(self.adapter, None)
+
+    def barrier(self) -> None:
+        raise NotImplementedError
+
+
+def _optimizer() -> Any:
+    """The legacy one: BytePS 0.2.5 knows no other."""
+    return keras.optimizers.legacy.SGD(RATE, momentum=MOMENTUM)
+
+
+class HorovodLoop(_Loop):
+    """``hvd.DistributedOptimizer`` over gloo, found by horovodrun's environment."""
+
+    def __init__(self, model: str, seed: int, emulated: bool) -> None:
+        import horovod.tensorflow.keras as hvd
+        from horovod.tensorflow import broadcast_variables
+
+        from dpro_integrations.horovod_exchange import join_exchange
+
+        hvd.init()
+        self._hvd, self.rank = hvd, hvd.rank()
+        super().__init__(model, seed, emulated)
+        broadcast_variables(self._model.variables, root_rank=0)
+        self._exchange = join_exchange(hvd.rank(), hvd.size(), "benchmark", MEET_S)
+        # dense, as it is in the other frameworks: else Horovod gathers what each rank has of an embedding's rows
+        self._compile(hvd.DistributedOptimizer(_optimizer(), sparse_as_dense=True))
+
+    def _adapt(self) -> Adapter:
+        from dpro_integrations.keras import trace
+        from dpro_integrations.keras_horovod import KerasHorovodAdapter
+
+        return KerasHorovodAdapter(trace(self._model), self._exchange)
+
+    def barrier(self) -> None:
+        self._hvd.allreduce(0.0, name="benchmark.barrier")
+
+    def autotune(self, settings: dict[str, Any]) -> Tuner | None:
+        from dpro_integrations.keras import autotune
+
+        self._let_go()
+        return autotune(self._model, **settings)
+
+    def close(self) -> None:
+        self.barrier()
+        self._hvd.shutdown()
