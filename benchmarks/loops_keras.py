@@ -110,3 +110,43 @@ class HorovodLoop(_Loop):
     def close(self) -> None:
         self.barrier()
         self._hvd.shutdown()
+
+
+class BytePSLoop(_Loop):
+    """``bps.DistributedOptimizer``, found by bpslaunch's environment."""
+
+    def __init__(self, model: str, seed: int, emulated: bool) -> None:
+        import byteps.tensorflow as bps
+        from byteps.tensorflow.keras import DistributedOptimizer
+
+        bps.init()
+        self._bps, self.rank = bps, bps.rank()
+        super().__init__(model, seed, emulated)  # weights are alike by their seed
+
+        @tf.function
+        def meet() -> Any:  # not eagerly: every call would be a tensor of its own to BytePS
+            return bps.push_pull(tf.ones(1), scope="benchmark.barrier/")
+
+        self._meet = meet
+        # dense: BytePS has nothing for others
+        self._compile(_paired(DistributedOptimizer(_optimizer(), sparse_as_dense=True)))
+
+    def barrier(self) -> None:
+        self._meet().numpy()
+
+    def close(self) -> None:
+        self.barrier()
+        self._bps.shutdown()
+
+
+def _paired(optimizer: Any) -> Any:
+    """Keras 2.15 wants pairs of gradient and variable back, where BytePS 0.2.5 answers with gradients alone."""
+    push_pull = optimizer._push_pull
+
+    def aggregate(pairs: Any) -> list[tuple[Any, Any]]:
+        gradients, variables = zip(*pairs, strict=True)
+        return list(zip(push_pull(list(gradients)), variables, strict=True))
+
+    optimizer._aggregate_gradients = aggregate
+    optimizer._aggregated_gradients = True
+    return optimizer
