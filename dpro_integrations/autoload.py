@@ -101,7 +101,24 @@ def _attach_horovod(module: ModuleType) -> None:
     horovod_autoload.attach(module)
 
 
-_TARGETS = {"torch.nn.parallel.distributed": _attach, "horovod.torch.optimizer": _attach_horovod}
+def _attach_keras(module: ModuleType) -> None:
+    from dpro_integrations import keras_autoload
+
+    keras_autoload.attach(module)
+
+
+def _attach_mxnet(module: ModuleType) -> None:
+    from dpro_integrations import mxnet_autoload
+
+    mxnet_autoload.attach(module)
+
+
+_TARGETS = {
+    "torch.nn.parallel.distributed": _attach,
+    "horovod.torch.optimizer": _attach_horovod,
+    "horovod._keras": _attach_keras,
+    "horovod.mxnet": _attach_mxnet,
+}
 
 if active():  # the .pth file knows fewer words for "off" than we do
     for _name, _how in _TARGETS.items():

@@ -17,7 +17,10 @@ FRAMEWORKS = {
     "byteps", "jax", "transformers",
 }  # fmt: skip
 #: What an integration may import by the prefix of its name: it is of no use, and not imported, where that is not.
-OWN_FRAMEWORKS = {"torch_": {"torch"}, "horovod_": {"horovod", "torch"}}
+OWN_FRAMEWORKS = {
+    "torch_": {"torch"}, "horovod_": {"horovod", "torch"}, "mxnet": {"mxnet", "horovod"},
+    "keras": {"tensorflow", "keras", "horovod"},
+}  # fmt: skip
 
 #: From the ground up; an import goes down, or stays on its floor.
 FLOORS: list[set[str]] = [

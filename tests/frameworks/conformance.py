@@ -230,6 +230,8 @@ class AdapterContract:
     knobs: frozenset[Knob] = frozenset()
     #: whether tensors have a fixed place in buckets; else what goes together is found out afterwards, from the wire
     bucketed = True
+    #: whether every rank hands its gradients in in the same order; a framework's executor may choose
+    ordered = True
 
     def run(self, ranks: Ranks, folder: Path, check: str) -> list[Any]:
         found: Result = ranks.run(
@@ -266,7 +268,8 @@ class AdapterContract:
             assert one["tensors"] == one["expected_tensors"]
             assert one["ranks_of_ready"] == list(range(len(one["tensors"])))
             assert one["same_after_saving"]
-        assert all(one["ready"] == seen[0]["ready"] for one in seen)
+        if self.ordered:
+            assert all(one["ready"] == seen[0]["ready"] for one in seen)
         assert all(one["buckets"] == seen[0]["buckets"] for one in seen)
         assert sorted(one["rank"][0] for one in seen) == list(range(self.world_size))
 

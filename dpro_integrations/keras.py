@@ -1,0 +1,231 @@
+"""Keras with Horovod: one callback for ``fit``, :func:`autotune` for a loop of ``train_on_batch``.
+
+Example: ``examples/horovod_keras.py``. The adapter is in ``keras_horovod``, ends of steps in ``keras_steps``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+
+from dpro.errors import DproError
+from dpro.outcome import Outcome
+from dpro.plan import Plan
+from dpro.session import Session
+from dpro.settings import Settings, disabled
+from dpro.tuner import Tuner
+from dpro_integrations.base import step_aside
+from dpro_integrations.horovod_exchange import join_exchange
+from dpro_integrations.horovod_settings import patient
+from dpro_integrations.horovod_start import started_with, switched_on
+from dpro_integrations.keras_graph import Tracing, distributed_optimizer
+from dpro_integrations.keras_horovod import KerasHorovodAdapter
+from dpro_integrations.keras_steps import StepCallback, Steps, before_join
+
+#: Models that have or had a tuner. Weak on both sides: neither may live on because it was tuned once.
+_tuned: weakref.WeakKeyDictionary[Any, weakref.ref[Tuner]] = weakref.WeakKeyDictionary()
+_count = 0
+
+
+def is_tuned(model: Any) -> bool:
+    """Whether ``model`` has or had a tuner."""
+    return model in _tuned
+
+
+@atexit.register
+def _close_all() -> None:
+    """A job that ends in mid-tuning says so, and lets go of the other ranks."""
+    for reference in list(_tuned.values()):
+        # a forked child that ends has copies of the tuners, but is no rank
+        if (tuner := reference()) and tuner.owner_pid == os.getpid():
+            tuner.close()
+
+
+class DproCallback(StepCallback):
+    """Tune a job of ``model.fit`` with ``hvd.DistributedOptimizer``; once, whatever number of fits.
+
+    Args:
+        mode: ``"apply"`` (default), ``"suggest"`` (write a plan, change nothing) or ``"observe"``.
+        plan: a plan or its file, of an earlier run: verified at once, without profiling.
+        settings: further fields of :class:`dpro.settings.Settings`.
+
+    After training ``callback.outcome`` says what came of it.
+    """
+
+    def __init__(self, mode: str | None = None, plan: str | Path | Plan | None = None, **settings: Any) -> None:
+        super().__init__(self._step, self._skip)
+        self.outcome: Outcome | None = None
+        self._settings = {"mode": mode, **settings}
+        self._plan = plan
+        self._tuner: Tuner | None = None
+        self._began = False
+        self._unpatch: Callable[[], None] | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._began:
+            return
+        self._began = True
+        self._tuner = _made(self.model, on_done=self._done, plan=self._plan, **self._settings)
+        if self._tuner is not None:
+            self._unpatch = before_join(self._close)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._close()
+
+    def _step(self) -> None:
+        if self._tuner is not None:
+            self._tuner.step()
+            if self._tuner.outcome is not None:
+                self._close()
+
+    def _skip(self) -> None:
+        if self._tuner is not None:
+            self._tuner.skip()
+
+    def _close(self) -> None:
+        tuner, self._tuner = self._tuner, None
+        if tuner is not None:
+            tuner.close()
+        unpatch, self._unpatch = self._unpatch, None
+        if unpatch is not None:
+            unpatch()
+
+    def _done(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+
+
+def trace(model: Any) -> Tracing:
+    """Look on while the train step of ``model`` is traced; at best before the first one.
+
+    Raises:
+        DproError: a model that dpro can't tune.
+    """
+    optimizer = distributed_optimizer(model)
+    if optimizer is None:
+        raise DproError("the model was not compiled with an optimizer made by hvd.DistributedOptimizer")
+    if model.run_eagerly:
+        raise DproError("the model runs eagerly: there is no graph to look at (compile without run_eagerly)")
+    if getattr(model, "jit_compile", False):
+        raise DproError("the whole step is one XLA program (compile without jit_compile)")
+    steps = model._steps_per_execution
+    if model.autotune_steps_per_execution or (steps is not None and int(steps) != 1):
+        raise DproError(
+            "several steps are one execution: dpro looks at single ones (compile with steps_per_execution=1)"
+        )
+    if type(model.distribute_strategy).__name__ != "_DefaultDistributionStrategy":
+        raise DproError("the model is under a tf.distribute strategy as well")
+    return Tracing(model, optimizer)
+
+
+def make_tuner(
+    model: Any,
+    *,
+    tracing: Tracing | None = None,
+    on_done: Callable[[Outcome], None] | None = None,
+    plan: str | Path | Plan | None = None,
+    **given: Any,
+) -> Tuner | None:
+    """A tuner for ``model``, or None where there is nothing to tune. Whoever calls it keeps it alive.
+
+    All ranks call it at about the same place: it returns when rank 0 has called it.
+
+    Args:
+        model: compiled with an optimizer made by ``hvd.DistributedOptimizer``.
+        tracing: of this model, from before its first step; begun here if not given.
+        on_done: called with the outcome on every rank.
+        plan: a plan or its file: skips capture and search.
+        given: fields of :class:`dpro.settings.Settings`.
+
+    Raises:
+        DproError: a bad setting or plan file, or a job that this can't tune.
+    """
+    global _count
+    if not hvd.is_initialized():
+        raise DproError("hvd.init() comes first")
+    if hvd.size() < 2:
+        if not disabled():
+            Session(Settings(), 0).say("one process only: there is nothing to synchronise, nothing to tune")
+        return None
+    if switched_on("HOROVOD_ELASTIC"):
+        raise DproError("the job is elastic: its ranks may change while dpro measures")
+    if model in _tuned and (former := _tuned[model]()):
+        former.close()
+    _count += 1  # also where this rank takes no part: the others' next tuner has the same tag as ours
+    exchange = join_exchange(hvd.rank(), hvd.size(), f"keras-{_count}", patient(Settings()).timeout_s)
+    try:
+        if disabled():
+            exchange.leave()
+            return None
+        settings = patient(Settings.from_env(**given))
+        if not isinstance(plan, Plan):
+            file = plan or settings.plan
+            plan = Plan.load(Path(file)) if file else None
+        plan, note = started_with(plan)
+        session = Session(settings, exchange.rank)
+        if note:
+            session.say(note)
+        tracing = tracing or trace(model)
+        adapter = KerasHorovodAdapter(tracing, exchange)
+        tuner = Tuner(adapter, settings, plan=plan, on_done=on_done, session=session)
+    except Exception:
+        exchange.leave()  # whoever does tune need not wait for us
+        if tracing is not None:
+            tracing.stop()
+        raise
+    _tuned[model] = weakref.ref(tuner)
+    return tuner
+
+
+def _made(model: Any, **given: Any) -> Tuner | None:
+    """As :func:`make_tuner`; says why there is none."""
+    try:
+        return make_tuner(model, **given)
+    except Exception as error:  # whatever it is, the job goes on
+        step_aside(error, hvd.rank() if hvd.is_initialized() else 0)
+        return None
+
+
+def autotune(
+    model: Any,
+    *,
+    on_done: Callable[[Outcome], None] | None = None,
+    plan: str | Path | Plan | None = None,
+    **settings: Any,
+) -> Tuner | None:
+    """Tune a loop of ``train_on_batch`` (``fit`` too): ``tuner = autotune(model)`` after ``compile``, on every rank.
+
+    Training code stays as it is. The tuner moves on at every step; ``tuner.close()`` at the end is optional. None where
+    there is nothing to tune, or dpro stepped aside (it said why).
+
+    Args:
+        model: compiled with an optimizer made by ``hvd.DistributedOptimizer``; before its first step, at best.
+        on_done: called once with the :class:`dpro.tuner.Outcome`, on every rank.
+        plan: a plan file of an earlier run: verified at once, without profiling.
+        settings: fields of :class:`dpro.settings.Settings` (``mode="suggest"``, …).
+    """
+    tuner = _made(model, on_done=on_done, plan=plan, **settings)
+    if tuner is not None:
+        follow(tuner, model)
+    return tuner
+
+
+def follow(tuner: Tuner, model: Any) -> None:
+    """Move ``tuner`` at every step of ``model``, until it is done."""
+
+    def stepped() -> None:
+        tuner.step()
+        if tuner.outcome is not None:
+            steps.stop()
+
+    def joining() -> None:
+        # the others go on without this rank; they need not wait for it at their next meeting
+        tuner.close()
+        steps.stop()
+
+    steps = Steps(model, stepped, tuner.skip, joining)

@@ -1,0 +1,180 @@
+"""What a Keras train step is made of under Horovod: which gradients it reduces, and the graph that runs.
+
+Both are seen when TensorFlow traces the step, not while it runs: Horovod's function that reduces the gradients is
+replaced for that one call by one that notes what it is given, and TensorFlow keeps the graphs that it makes of
+functions (``RunMetadata.function_graphs``). Those are optimised graphs: their nodes are called as in a profile.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.ops import summary_ops_v2
+
+#: Ops of Horovod's that reduce dense gradients, one or a group, and those that gather sparse ones.
+REDUCE = frozenset({"HorovodAllreduce", "HorovodGroupedAllreduce"})
+GATHER = frozenset({"HorovodAllgather", "HorovodGroupedAllgather"})
+#: Horovod makes a ``tf.cond`` for every gradient or group; TensorFlow numbers them in the order in which they are made.
+_PLACE = re.compile(r"_Allreduce/cond(?:_(\d+))?/")
+
+
+def distributed_optimizer(model: Any) -> Any | None:
+    """The optimizer of ``model`` that ``hvd.DistributedOptimizer`` made, if under one that scales the loss."""
+    optimizer: Any = getattr(model, "optimizer", None)
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return optimizer if hasattr(optimizer, "_allreduce_grads") else None
+
+
+def name_of(variable: Any) -> str:
+    """A variable's name in traces and plans."""
+    return str(variable.name).removesuffix(":0")
+
+
+def set_allreduce(optimizer: Any, function: Callable[..., Any]) -> None:
+    """Have ``function`` reduce the gradients when the step is traced next."""
+    optimizer._allreduce_grads = function
+    if optimizer._agg_helper is not None:  # backward_passes_per_step
+        optimizer._agg_helper.allreduce_grads = function
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What came to be reduced for one variable: ``kind`` is "dense", "sparse" or "none"."""
+
+    variable: Any
+    kind: str
+
+
+class Recorder:
+    """Stands in for an optimizer's reduction until the step is traced, or :meth:`remove` is called."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._replaced = optimizer._allreduce_grads
+        #: of the latest call, in Horovod's order
+        self.gradients: list[Gradient] = []
+        set_allreduce(optimizer, self)
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, grads: Any, vars: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self.remove()
+        given = list(grads), list(vars or ())
+        self.gradients = [Gradient(variable, _kind(grad)) for grad, variable in zip(*given, strict=False)]
+        return self._replaced(grads, vars, *args, **kwargs)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """Horovod's own."""
+        return self._replaced.original if isinstance(self._replaced, Recorder) else self._replaced
+
+    def remove(self) -> None:
+        """Does nothing the second time, nor where the job has put another function there."""
+        if self._optimizer._allreduce_grads is self:
+            set_allreduce(self._optimizer, self._replaced)
+
+
+def _kind(grad: Any) -> str:
+    if grad is None:
+        return "none"
+    return "sparse" if isinstance(grad, tf.IndexedSlices) else "dense"
+
+
+@dataclass
+class StepGraph:
+    """The graph of a train step as TensorFlow's executor has it; names are those of nodes."""
+
+    inputs: dict[str, list[str]] = field(default_factory=dict)
+    ops: dict[str, str] = field(default_factory=dict)
+    #: a node that draws random numbers from a seed, and goes on from where it was at every step; "" none
+    seeded: str = ""
+
+    def reductions(self) -> dict[str, int]:
+        """Node -> its place among the gradients, or groups of them, that are reduced."""
+        found = {name: _PLACE.search(name) for name, op in self.ops.items() if op in REDUCE}
+        return {name: int(place[1] or 0) if place else -1 for name, place in found.items()}
+
+    def gathers(self) -> bool:
+        return not GATHER.isdisjoint(self.ops.values())
+
+
+def seeded_in(nodes: Iterable[Any]) -> str:
+    """The first of ``nodes`` (NodeDef) with a seed of the job's; "" none. Else TensorFlow draws a seed itself."""
+    for node in nodes:
+        if "seed" in node.attr and "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
+            return str(node.name)
+    return ""
+
+
+def nodes_of(graph: Any) -> Iterable[Any]:
+    """All nodes of a GraphDef, those of its functions too."""
+    yield from graph.node
+    for function in graph.library.function:
+        yield from function.node_def
+
+
+class Collection:
+    """Keeps the graphs that TensorFlow makes ready to run, from construction to :meth:`stop`."""
+
+    def __init__(self) -> None:
+        #: of train steps, the latest last
+        self.graphs: list[StepGraph] = []
+        # the job's tf.summary.trace_on() has the same switch
+        self._on = summary_ops_v2._current_trace_context is None
+        if self._on:
+            context.context().enable_graph_collection()
+
+    def stop(self) -> None:
+        """Safe to call twice."""
+        if not self._on:
+            return
+        self._on = False
+        if summary_ops_v2._current_trace_context is not None:  # begun meanwhile: what there is is theirs
+            return
+        metadata = context.context().export_run_metadata()
+        context.context().disable_graph_collection()
+        for made in metadata.function_graphs if metadata is not None else ():
+            graph = StepGraph()
+            for part in made.partition_graphs:
+                graph.seeded = graph.seeded or seeded_in(nodes_of(part))
+                graph.inputs.update((node.name, list(node.input)) for node in part.node)
+                graph.ops.update((node.name, node.op) for node in part.node)
+            if not (REDUCE | GATHER).isdisjoint(graph.ops.values()):
+                self.graphs.append(graph)
+
+
+class Tracing:
+    """Looks on while a model's train step is traced: from construction, before the first step, to :meth:`stop`.
+
+    Args:
+        model: compiled with an optimizer made by ``hvd.DistributedOptimizer``.
+    """
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.recorder = Recorder(optimizer)
+        self._collection = Collection()
+
+    @property
+    def gradients(self) -> list[Gradient]:
+        return self.recorder.gradients
+
+    @property
+    def graphs(self) -> list[StepGraph]:
+        return self._collection.graphs
+
+    def stop(self) -> None:
+        """A step has been made: what there was to see has been seen."""
+        self.recorder.remove()
+        self._collection.stop()
+
+
+def traced_functions(function: Any) -> list[Any]:
+    """The concrete functions of a ``tf.function``, in the order in which they were traced; none of anything else."""
+    found = getattr(function, "_list_all_concrete_functions", list)
+    return list(found())

@@ -1,0 +1,164 @@
+"""The end of every optimizer step of a Keras model, in ``fit`` and in loops of ``train_on_batch``; and ``hvd.join()``.
+
+Knows nothing of tuning.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+from horovod.tensorflow import mpi_ops
+from tensorflow import keras
+
+from dpro_integrations.keras_graph import distributed_optimizer
+
+
+class StepCallback(keras.callbacks.Callback):
+    """Tells of the steps of one model.
+
+    Args:
+        stepped: called when an optimizer step has ended. Accumulation's other batches are none.
+        skipped: called when what comes, or was, is no training: an epoch's end, a validation.
+    """
+
+    def __init__(self, stepped: Callable[[], None], skipped: Callable[[], None]) -> None:
+        super().__init__()
+        self._supports_tf_logs = True  # else Keras would copy the logs for us after every batch
+        self._stepped, self._skipped = stepped, skipped
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if is_update(self.model):
+            self._stepped()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._skipped()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._skipped()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._skipped()
+
+
+def is_update(model: Any) -> bool:
+    """Whether the batch that was trained on ended in an update (``backward_passes_per_step``)."""
+    optimizer = distributed_optimizer(model)
+    helper = getattr(optimizer, "_agg_helper", None)
+    return helper is None or int(helper.counter.numpy()) == 0
+
+
+class Steps:
+    """Calls ``stepped`` after each optimizer step of ``model``, until :meth:`stop`.
+
+    Args:
+        model: its ``fit`` and ``train_on_batch`` are wrapped on the object.
+        stepped: may call :meth:`stop`.
+        skipped: see :class:`StepCallback`.
+        joining: called when the job calls ``hvd.join()``, before this rank joins: its data have ended, and the
+            steps of other ranks may go on without it. Must not raise.
+    """
+
+    def __init__(
+        self, model: Any, stepped: Callable[[], None], skipped: Callable[[], None], joining: Callable[[], None]
+    ) -> None:
+        self._model = model
+        self.callback = StepCallback(stepped, skipped)
+        self._unpatch: list[Callable[[], None]] = [before_join(joining)]
+        for name, make in (
+            ("fit", self._fit),
+            ("train_on_batch", self._train_on_batch),
+            ("make_test_function", self._make_test_function),
+        ):
+            self._unpatch.append(_wrap(model, name, make))
+
+    def stop(self) -> None:
+        """No more calls. Safe to call twice, and from ``stepped``."""
+        self.callback._stepped = self.callback._skipped = _nothing
+        undone, self._unpatch = self._unpatch, []
+        for undo in undone:
+            undo()
+
+    def _fit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def fit(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = with_callback(self.callback, original, args, kwargs)
+            return original(*args, **kwargs)
+
+        return fit
+
+    def _train_on_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def train_on_batch(*args: Any, **kwargs: Any) -> Any:
+            logs = original(*args, **kwargs)
+            if is_update(self._model):
+                self.callback._stepped()
+            return logs
+
+        return train_on_batch
+
+    def _make_test_function(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make_test_function(*args: Any, **kwargs: Any) -> Any:
+            self.callback._skipped()
+            return original(*args, **kwargs)
+
+        return make_test_function
+
+
+def with_callback(
+    callback: Any, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of ``fit`` with ``callback`` behind the job's own; a list of the job's is not changed."""
+    place = next((i for i, name in enumerate(inspect.signature(fit).parameters) if name == "callbacks"), -1)
+    positional = 0 <= place < len(args)
+    given = args[place] if positional else kwargs.get("callbacks")
+    if isinstance(given, keras.callbacks.CallbackList):
+        callback.set_model(given.model)
+        given.append(callback)
+        given._should_call_train_batch_hooks = True
+        return args, kwargs
+    given = list(given) if isinstance(given, (list, tuple)) else [given] if given is not None else []
+    if positional:
+        return (*args[:place], [*given, callback], *args[place + 1 :]), kwargs
+    return args, {**kwargs, "callbacks": [*given, callback]}
+
+
+def before_join(joining: Callable[[], None]) -> Callable[[], None]:
+    """Have ``joining`` called before the job's ``hvd.join()``. Returns the undo."""
+    original = mpi_ops.join
+
+    @functools.wraps(original)
+    def join(*args: Any, **kwargs: Any) -> Any:
+        joining()
+        return original(*args, **kwargs)
+
+    def undo() -> None:
+        for module in (hvd, mpi_ops):
+            if module.join is join:
+                module.join = original
+
+    hvd.join = mpi_ops.join = join
+    return undo
+
+
+def _wrap(model: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Put ``make(original)`` on the object ``model`` as ``name``, past Keras' tracking. Returns the undo."""
+    own = vars(model).get(name)
+    wrapper = functools.wraps(getattr(model, name))(make(getattr(model, name)))
+
+    def undo() -> None:
+        # somebody may have patched on top of us: his patch then still works, and calls ours
+        if vars(model).get(name) is not wrapper:
+            return
+        if own is None:
+            del vars(model)[name]
+        else:
+            vars(model)[name] = own
+
+    vars(model)[name] = wrapper
+    return undo
+
+
+def _nothing() -> None:
+    pass
