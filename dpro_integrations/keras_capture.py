@@ -45,7 +45,7 @@ _CPU_STEPS = 10
 #: How often, and on how many ops, it is measured what recording an op costs.
 _PROBE_RUNS, _PROBE_OPS, _PROBE = 24, 64, "dpro_probe"
 #: An op of a real model costs at most so many times what the probe's does: colder caches, fresh memory.
-_MOST_PROBES = 4.0
+_MOST_PROBES = 2.0
 #: How long the job is held, once, to see what Horovod's threads take while there is nothing to do.
 _IDLE_S, _IDLE_LOOKS = 0.03, 3
 _CLOCK_MARKS = 5
@@ -110,9 +110,9 @@ class Capture:
         self._folder = tempfile.TemporaryDirectory(prefix="dpro-")
         try:
             self._host = _Load()
-            plain_ns = _probe_ns()
+            self._plain_ns = _probe_ns()
             self._session = _start(self._folder.name)
-            self._probe_cost_ns = max(0.0, _probe_ns() - plain_ns)
+            self._profiled_ns = _probe_ns()
             self._restore = _yield_to_user(self._give_way)
             _mark_clock()
             self._tap = wire.Tap()
@@ -151,10 +151,12 @@ class Capture:
                 raise RuntimeError(self._lost or _TAKEN_OVER)
             try:
                 _mark_clock()
+                self._profiled_ns = min(self._profiled_ns, _probe_ns())
                 session.export_to_tb()
             finally:
                 del session
                 self._detach()
+            self._plain_ns = min(self._plain_ns, _probe_ns())
             files = sorted(Path(self._folder.name).rglob("*.xplane.pb"))
             size = sum(file.stat().st_size for file in files)
             if not files or size > LIMIT_BYTES:
@@ -184,8 +186,7 @@ class Capture:
         meta.contention = contention
         meta.extra[CLOCK_ID] = clock_id()
         trace.warnings = [line for line in trace.warnings if not line.startswith("no step marks")]
-        probes = np.isin(trace.name, [i for i, name in enumerate(trace.names) if name.startswith(_PROBE)])
-        least_ns = self._probe_cost_ns * (_PROBE_RUNS + 1) / max(1, int(probes.sum()))
+        least_ns = max(0.0, self._profiled_ns - self._plain_ns) / _PROBE_OPS
         seen = set(trace.names)
         graph = max(graphs, key=lambda one: len(seen & one.ops.keys()), default=StepGraph())
         _keep_ops(trace, graph.ops.keys() if graph.ops else seen - {n for n in seen if n.startswith(_PROBE)})
