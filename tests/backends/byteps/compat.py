@@ -7,11 +7,13 @@ would be with the versions that BytePS was written for. Part of the test bed, ne
 
 from __future__ import annotations
 
-import functools
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # every Python of the environment comes by here: typing and functools would be most of its start
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 
 def _mend_mxnet(ops: ModuleType) -> None:
@@ -20,7 +22,6 @@ def _mend_mxnet(ops: ModuleType) -> None:
     ops.MXNET_LIB_CTYPES.byteps_mxnet_declare_tensor.restype = lambda _: 0
     stock, known = ops.byteps_push_pull, set()
 
-    @functools.wraps(stock)
     def byteps_push_pull(tensor: Any, version: int = 0, priority: int = 0, name: Any = None, is_average: bool = True):
         # MXNet allocates on its engine's thread, BytePS asks for the address on this one, and the two are not
         # kept apart: the first push of an array that was never waited for may send another buffer
@@ -37,7 +38,6 @@ def _mend_keras(module: ModuleType) -> None:
     and is called from inside ``apply_gradients``, which BytePS lets nobody enter before it."""
     stock = module.create_distributed_optimizer
 
-    @functools.wraps(stock)
     def create_distributed_optimizer(*args: Any, **kwargs: Any) -> Any:
         optimizer = stock(*args, **kwargs)
         kind = type(optimizer)
@@ -69,6 +69,8 @@ class _Mender:
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name not in _MENDS:
             return None
+        from importlib.machinery import PathFinder
+
         spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             stock = spec.loader.exec_module
