@@ -29,7 +29,7 @@ from dpro.tuner import Tuner
 from dpro_integrations.base import step_aside
 from dpro_integrations.torch_adapter import TorchAdapter
 from dpro_integrations.torch_capture import Capture, StepCpu
-from dpro_integrations.torch_exchange import StoreExchange
+from dpro_integrations.torch_exchange import exchange_of_job
 from dpro_integrations.torch_forward import OrderWatch, before_next_forward
 from dpro_integrations.torch_rewrap import (
     HAS_CAP_LIST,
@@ -77,7 +77,7 @@ class TorchDDPAdapter(TorchAdapter):
     name = "torch_ddp"
 
     def __init__(self, ddp: DistributedDataParallel, tag: str = "") -> None:
-        self.exchange: Exchange = StoreExchange.of_job(tag)
+        self.exchange: Exchange = exchange_of_job(tag)
         self._ddp = ddp
         self._original: dict[str, Any] | None = None
         # the tuner may be made inside optimizer.step(), around which the job has frozen something
