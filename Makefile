@@ -2,7 +2,7 @@
 # torch is pinned: left open, pip takes a CUDA build of several GB.
 PYTHON := $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
-# Every framework and Horovod; the slow builds are cached outside the checkout, once per machine.
+# Every framework, Horovod and BytePS; the slow builds are cached outside the checkout, once per machine.
 BACKENDS := .venv-backends
 BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
@@ -18,7 +18,7 @@ help:
 	@echo "make test   all tests; ARGS=... goes to pytest"
 	@echo "make check  ruff, mypy, the floors of the design"
 	@echo "make bench  replay speed, overhead, sweep of bucket sizes"
-	@echo "make backends  .venv-backends: all frameworks and Horovod (15 minutes once, then from a cache)"
+	@echo "make backends  .venv-backends: all frameworks, Horovod and BytePS (20 minutes once, then from a cache)"
 	@echo "make clean  removes what was built, the environments included"
 
 $(VENV)/.run: $(BUILT)
@@ -32,7 +32,7 @@ $(VENV)/.dev: $(VENV)/.run
 	@$(PIP) $(TORCH) pytorch-lightning -e '.[dev]'
 	@touch $@
 
-$(BACKENDS)/.run: $(BUILT) tests/backends/build.py
+$(BACKENDS)/.run: $(BUILT) tests/backends/build.py tests/backends/byteps_build.py $(shell find tests/backends/byteps -name '*.[chp]*' -type f)
 	@$(PYTHON) tests/backends/build.py
 	@touch $@
 

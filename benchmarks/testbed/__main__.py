@@ -9,9 +9,9 @@ import shutil
 import signal
 import sys
 
-from benchmarks.testbed import horovod
+from benchmarks.testbed import byteps, horovod
 from benchmarks.testbed.bed import Testbed
-from benchmarks.testbed.job import Interrupted, interruptible
+from benchmarks.testbed.job import Interrupted, Job, interruptible
 from benchmarks.testbed.network import TestbedError, available, clean_stale, install, parse_rate
 from benchmarks.testbed.throughput import measure
 
@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         "--clocks-ms", type=float, nargs="+", metavar="MS", help="own clock per host, so far ahead of the machine's"
     )
     run.add_argument("--horovod", metavar="PYTHON", help="start it as a Horovod job; PYTHON has Horovod")
+    run.add_argument("--byteps", metavar="PYTHON", help="with a scheduler and a server of BytePS; PYTHON has it")
     run.add_argument("--install", action="store_true", help="install iproute2 by apt when it is missing (root)")
     run.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- CMD ...")
     check = commands.add_parser("check", help="what this machine allows, and what a link really carries")
@@ -49,7 +50,13 @@ def _run(args: argparse.Namespace) -> int:
         install()
     clocks = [round(ms * 1e6) for ms in args.clocks_ms] if args.clocks_ms else None
     with Testbed(args.hosts, args.rate, args.pin, args.loopback, clocks) as bed:
-        job = horovod.start(bed, command, python=args.horovod) if args.horovod else bed.start(command)
+        job: Job | byteps.BytePSJob
+        if args.horovod:
+            job = horovod.start(bed, command, python=args.horovod)
+        elif args.byteps:
+            job = byteps.start(bed, command, python=args.byteps)
+        else:
+            job = bed.start(command)
         for signum in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(signum, lambda received, _frame: job.send_signal(received))
         return job.wait(args.timeout, args.keep_going)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from benchmarks.testbed import Testbed, TestbedError
 from benchmarks.testbed.byteps import start, worker_environment
-from tests.backends.build import PYTHON, VENV
+from tests.backends.build import PYTHON, ROOT, VENV
 from tests.frameworks.byteps.launch import alive, begin
 from tests.frameworks.byteps.sums import ELEMENTS
 from tests.testbed.test_testbed import needs_namespaces
@@ -83,3 +84,13 @@ def test_sums_between_hosts_with_clocks_of_their_own(tmp_path: Path) -> None:
     for rank in range(2):
         told = json.loads((tmp_path / f"{rank}.json").read_text())
         assert told["sums"] == {"checks": 10 * len(ELEMENTS), "wrong": []}
+
+
+@needs_byteps
+def test_from_the_shell() -> None:
+    """``benchmarks.testbed run --byteps``: the command runs as the workers; scheduler and server end with them."""
+    shell = 'echo "$DMLC_ROLE $DMLC_WORKER_ID of $DMLC_NUM_WORKER"'
+    command = [sys.executable, "-m", "benchmarks.testbed", "run", "--loopback", "--byteps", str(PYTHON), "--"]
+    done = subprocess.run([*command, "bash", "-c", shell], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank1] worker 1 of 2", "worker 0 of 2"]
