@@ -119,23 +119,28 @@ def nodes_of(graph: Any) -> Iterable[Any]:
 
 
 class Collection:
-    """Keeps the graphs that TensorFlow makes ready to run, from construction to :meth:`stop`."""
+    """Keeps the graphs that TensorFlow makes ready to run, from construction to :meth:`stop`.
 
-    def __init__(self) -> None:
-        #: of train steps, the latest last
+    Args:
+        ops: graphs without any of these are none of those that are looked for.
+    """
+
+    def __init__(self, ops: frozenset[str] = REDUCE | GATHER) -> None:
+        #: the latest last
         self.graphs: list[StepGraph] = []
+        self._ops = ops
         # the job's tf.summary.trace_on() has the same switch
         self._on = summary_ops_v2._current_trace_context is None
         if self._on:
             context.context().enable_graph_collection()
 
-    def stop(self) -> None:
-        """Safe to call twice."""
+    def stop(self) -> bool:
+        """Whether it was on, and is no more; safe to call twice."""
         if not self._on:
-            return
+            return False
         self._on = False
         if summary_ops_v2._current_trace_context is not None:  # begun meanwhile: what there is is theirs
-            return
+            return False
         metadata = context.context().export_run_metadata()
         context.context().disable_graph_collection()
         for made in metadata.function_graphs if metadata is not None else ():
@@ -144,8 +149,9 @@ class Collection:
                 graph.seeded = graph.seeded or seeded_in(nodes_of(part))
                 graph.inputs.update((node.name, list(node.input)) for node in part.node)
                 graph.ops.update((node.name, node.op) for node in part.node)
-            if not (REDUCE | GATHER).isdisjoint(graph.ops.values()):
+            if not self._ops.isdisjoint(graph.ops.values()):
                 self.graphs.append(graph)
+        return True
 
 
 class Tracing:

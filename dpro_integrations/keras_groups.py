@@ -1,4 +1,4 @@
-"""Horovod's explicit groups in a Keras model that was compiled without, and out of it again.
+"""Horovod's explicit groups, and layers compiled by XLA, in a Keras model that was made without; and out of it again.
 
 Stock ``DistributedOptimizer(groups=[[...]])`` bakes the groups into the function that reduces the gradients
 (``hvd._make_allreduce_grads_fn``), and TensorFlow that function into the traced train step. So both are made anew,
@@ -18,6 +18,7 @@ from horovod.tensorflow.util import vars_to_refs
 
 from dpro.errors import PlanError
 from dpro_integrations.keras_graph import Recorder, set_allreduce, traced_functions
+from dpro_integrations.keras_regions import Regions
 
 #: What Horovod's function for reducing gradients must have closed over to be made again with groups.
 _SETTINGS = (
@@ -73,6 +74,7 @@ class _Step(NamedTuple):
     allreduce: Any
     function: Any
     tf_function: Any
+    regions: tuple[str, ...]  # layers that are compiled when it is traced
 
 
 class TrainStep:
@@ -85,42 +87,47 @@ class TrainStep:
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self._model, self._optimizer = model, optimizer
+        self._regions = Regions(model)
         self._own: _Step | None = None
         self._made: dict[str, _Step] = {}
         self._in_force: _Step | None = None
 
     @property
     def changed(self) -> bool:
-        """Whether groups are in force."""
+        """Whether another than the job's own is in force."""
         return self._in_force is not None
 
     def is_ours(self) -> bool:
         """Whether the model still has the function that was put in force last."""
         return self._in_force is None or self._model.train_function is self._in_force.function
 
-    def make(self, key: str, groups: list[list[Any]], reduced: list[Any]) -> None:
-        """Trace the step with ``groups``, under ``key``, and change nothing.
+    def make(self, key: str, groups: list[list[Any]], regions: list[str], reduced: list[Any]) -> None:
+        """Trace the step with ``groups`` and compiled ``regions``, under ``key``, and change nothing.
 
         Args:
-            groups: of variables.
+            groups: of variables; none at all if empty.
+            regions: names of layers.
             reduced: the variables whose gradients the present step reduces, in order.
 
         Raises:
-            PlanError: traced anew the step would reduce others.
+            PlanError: traced anew the step would reduce others, or XLA does not compile a region.
             Exception: what the model's own code raises when it is traced.
         """
         if key in self._made:
             return
         present = self._present()
-        own = self._own or present
-        function = grouped(own.allreduce, [alike for group in groups for alike in split_by_kind(group)])
+        function = (self._own or present).allreduce
+        if groups:
+            function = grouped(function, [alike for group in groups for alike in split_by_kind(group)])
         set_allreduce(self._optimizer, function)
         recorder = Recorder(self._optimizer)
         try:
+            self._regions.set(tuple(regions))
             self._trace(present)
             found = [gradient.variable for gradient in recorder.gradients if gradient.kind == "dense"]
             if [id(variable) for variable in found] != [id(variable) for variable in reduced]:
                 raise PlanError("traced anew, the train step reduces other gradients (layers frozen meanwhile?)")
+            self._regions.try_out()
             recorder.remove()
             self._made[key] = self._present()
         finally:
@@ -148,10 +155,12 @@ class TrainStep:
 
     def _present(self) -> _Step:
         model = self._model
-        return _Step(self._optimizer._allreduce_grads, model.train_function, getattr(model, "train_tf_function", None))
+        tf_function = getattr(model, "train_tf_function", None)
+        return _Step(self._optimizer._allreduce_grads, model.train_function, tf_function, self._regions.names)
 
     def _put(self, step: _Step) -> None:
         set_allreduce(self._optimizer, step.allreduce)
+        self._regions.set(step.regions)
         self._model.train_function = step.function
         if step.tf_function is not None:
             self._model.train_tf_function = step.tf_function

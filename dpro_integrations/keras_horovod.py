@@ -62,7 +62,9 @@ class KerasHorovodAdapter:
     # -- what can be done here -----------------------------------------------------------------
 
     def capabilities(self) -> set[Knob]:
-        return set() if self.why_not() else {Knob.GROUPS, Knob.CYCLE_TIME}
+        if self.why_not():
+            return set()
+        return {Knob.GROUPS, Knob.CYCLE_TIME} | ({Knob.COMPILE_REGIONS} if tf.test.is_built_with_xla() else set())
 
     def why_not(self) -> str:
         told = settings_of(self._tracing.recorder.original)
@@ -154,21 +156,21 @@ class KerasHorovodAdapter:
             if fitting.get(key) != value:
                 raise PlanError(f"the plan is for another job: {key} is {fitting.get(key)}, the plan's {value}")
         if reason := self.why_not():
-            raise PlanError(f"groups can't be changed here: {reason}")
-        foreign = sorted(set(plan.settings()) - {"tensor_groups"})
+            raise PlanError(f"the train step can't be changed here: {reason}")
+        foreign = sorted(set(plan.settings()) - {"tensor_groups", "compile_regions"})
         if foreign:
-            raise PlanError(f"Horovod has no setting for {foreign[0]!r} that dpro changes in a running job")
-        if not plan.tensor_groups:
-            raise PlanError("the plan has no tensor_groups")
+            raise PlanError(f"nothing is known for {foreign[0]!r} that dpro changes in a running Keras job")
+        if not plan.tensor_groups and not plan.compile_regions:
+            raise PlanError("the plan has neither tensor_groups nor compile_regions")
         reduced = self._reduced()
         if not reduced:
             raise PlanError("the train step was traced before dpro could look on")
         known = {name_of(variable): variable for variable in reduced}
-        for name in (name for group in plan.tensor_groups for name in group):
+        for name in (name for group in plan.tensor_groups or () for name in group):
             if name not in known:
                 raise PlanError(f"the train step reduces no gradient of {name!r}")
-        groups = [[known[name] for name in group] for group in plan.tensor_groups]
-        self._step.make(plan.sha256, groups, reduced)
+        groups = [[known[name] for name in group] for group in plan.tensor_groups or ()]
+        self._step.make(plan.sha256, groups, plan.compile_regions or [], reduced)
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)

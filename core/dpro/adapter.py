@@ -19,6 +19,7 @@ class Knob(Enum):
     GROUPS = "groups"  # Horovod: explicit tensor groups
     PARTITIONS = "partitions"  # BytePS: into what parts each gradient is cut
     CYCLE_TIME = "cycle_time"  # Horovod: how often its thread goes round; read when a job starts
+    COMPILE_REGIONS = "compile_regions"  # Keras: layers that XLA compiles
 
 
 class Exchange(Protocol):

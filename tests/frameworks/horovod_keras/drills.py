@@ -126,7 +126,7 @@ def unusual(tune: str, kind: str) -> dict[str, Any]:
         return fit(model, callback(tune, [["head/kernel", "head/bias"]] if kind == "namesakes" else None))
 
 
-def loop(tune: str, steps: int = 50, evaluate: bool = False) -> dict[str, Any]:
+def loop(tune: str, steps: int = 50) -> dict[str, Any]:
     """``train_on_batch``, with an evaluation now and then."""
     from dpro_integrations.keras import autotune
 
@@ -136,7 +136,7 @@ def loop(tune: str, steps: int = 50, evaluate: bool = False) -> dict[str, Any]:
         tuner = autotune(model, plan=group_plan()) if tune else None
         for step in range(steps):
             model.train_on_batch(*batch(step, rank))
-            if evaluate and step % 5 == 4:
+            if step % 5 == 4:
                 model.evaluate(*batch(step, 9), verbose=0)
         found = report(model, tuner.outcome if tuner else None)
         return found | {"left": sorted({"fit", "train_on_batch", "make_test_function"} & vars(model).keys())}

@@ -99,6 +99,7 @@ class KerasSubject:
         }
 
     def close(self) -> None:
+        self.adapter.close()
         self._job.__exit__(None, None, None)
 
 

@@ -78,8 +78,8 @@ def test_groups_rolled_back_leave_weights_bit_equal(ranks: HorovodRanks, tmp_pat
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"compression": "fp16"}, {"op": "Sum", "gradient_predivide_factor": 1.0}, {"gradient_predivide_factor": 2.0}],
-    ids=["compression", "sum", "predivide"],
+    [{"compression": "fp16", "op": "Sum"}, {"gradient_predivide_factor": 2.0}],
+    ids=["compression and sum", "predivide"],
 )
 def test_the_users_optimizer_survives(ranks: HorovodRanks, tmp_path: Path, arguments: dict[str, Any]) -> None:
     kept(both(ranks, tmp_path, f"{JOBS}:plain", **arguments))
@@ -100,23 +100,20 @@ def test_a_train_step_of_the_users(ranks: HorovodRanks, tmp_path: Path) -> None:
     kept(both(ranks, tmp_path, f"{DRILLS}:own_step", same=("weights", "own")))
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_mixed_precision(ranks: HorovodRanks, tmp_path: Path, policy: str) -> None:
-    found = both(ranks, tmp_path, f"{DRILLS}:mixed", "search", policy=policy)
+def test_mixed_precision(ranks: HorovodRanks, tmp_path: Path) -> None:
+    found = both(ranks, tmp_path, f"{DRILLS}:mixed", "search", policy="mixed_float16")
     assert found.values[0]["verdict"] == "KEPT", found.logs
-    assert found.values[0]["scaled"] is (policy == "mixed_float16")
+    assert found.values[0]["scaled"]  # Keras put an optimizer of its own around Horovod's
 
 
-@pytest.mark.parametrize("tune", ["plan", "search"])
-def test_accumulation_counts_updates_not_batches(ranks: HorovodRanks, tmp_path: Path, tune: str) -> None:
-    found = both(ranks, tmp_path, f"{DRILLS}:accumulated", tune)
+def test_accumulation_counts_updates_not_batches(ranks: HorovodRanks, tmp_path: Path) -> None:
+    found = both(ranks, tmp_path, f"{DRILLS}:accumulated", "search")
     assert found.values[0]["verdict"] == "KEPT", found.logs
     assert found.values[0]["updates"] == 30
 
 
-@pytest.mark.parametrize("evaluate", [False, True])
-def test_a_loop_of_batches(ranks: HorovodRanks, tmp_path: Path, evaluate: bool) -> None:
-    found = both(ranks, tmp_path, f"{DRILLS}:loop", evaluate=evaluate)
+def test_a_loop_of_batches_with_evaluations(ranks: HorovodRanks, tmp_path: Path) -> None:
+    found = both(ranks, tmp_path, f"{DRILLS}:loop")
     kept(found)
     assert [value["left"] for value in found.values] == [[], []]
 
@@ -140,7 +137,7 @@ def test_two_fits(ranks: HorovodRanks, tmp_path: Path, tuned_fit: int, tune: str
 )
 def test_what_groups_could_disturb_is_left_alone(ranks: HorovodRanks, tmp_path: Path, kind: str, says: str) -> None:
     found = both(ranks, tmp_path, f"{DRILLS}:unusual", kind=kind)
-    one_line(found, "groups can't be changed here: ")
+    one_line(found, "the train step can't be changed here: ")
     assert says in found.lines("stepped aside")[0]
 
 
@@ -152,15 +149,13 @@ def test_several_steps_in_one_execution(ranks: HorovodRanks, tmp_path: Path) -> 
 # -- trouble ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 10])
-def test_a_job_shorter_than_the_tuning(ranks: HorovodRanks, tmp_path: Path, steps: int) -> None:
-    found = both(ranks, tmp_path, f"{JOBS}:plain", steps=steps, epochs=1)
-    one_line(found, f"training ended after {steps} steps")
+def test_a_job_shorter_than_the_tuning(ranks: HorovodRanks, tmp_path: Path) -> None:
+    found = both(ranks, tmp_path, f"{JOBS}:plain", steps=10, epochs=1)
+    one_line(found, "training ended after 10 steps")
 
 
-@pytest.mark.parametrize("at", [4, 10])
-def test_a_model_compiled_anew_in_mid_tuning(ranks: HorovodRanks, tmp_path: Path, at: int) -> None:
-    one_line(both(ranks, tmp_path, f"{DRILLS}:compiled_anew", at=at), "the model was compiled anew")
+def test_a_model_compiled_anew_in_mid_tuning(ranks: HorovodRanks, tmp_path: Path) -> None:
+    one_line(both(ranks, tmp_path, f"{DRILLS}:compiled_anew", at=10), "the model was compiled anew")
 
 
 def test_horovod_started_anew_in_mid_tuning(ranks: HorovodRanks, tmp_path: Path) -> None:
@@ -195,7 +190,7 @@ def test_dpro_switched_off_on_one_rank(ranks: HorovodRanks, tmp_path: Path, off:
     assert found.values[0]["took_s"] < 15  # far from DPRO_TIMEOUT_S: nobody waited
 
 
-@pytest.mark.parametrize(("state", "victim"), [("BASELINE", 1), ("APPLY", 1)])
+@pytest.mark.parametrize(("state", "victim"), [("APPLY", 1)])
 def test_a_killed_rank_hangs_nobody(ranks: HorovodRanks, tmp_path: Path, state: str, victim: int) -> None:
     env = {"DPRO_TIMEOUT_S": "2", "DPRO_SEARCH_S": "1"}
     found = ranks.run(

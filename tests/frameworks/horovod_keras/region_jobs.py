@@ -1,0 +1,80 @@
+"""Keras jobs with layers that XLA compiles (see ``jobs.py``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow.keras as hvd
+from tensorflow import keras
+
+from tests.frameworks.horovod_keras.jobs import GROUPS, compiled, decide, dense, fit, job, net, report
+
+
+class Twice(keras.layers.Layer):
+    """A layer of the user's, with control flow that AutoGraph must convert and a layer in it."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self.inner = dense("inner", 7)
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        for _ in range(2):
+            x = keras.activations.swish(self.inner(x))
+        if keras.backend.sum(x) > 1e6:
+            x = x / 2.0
+        return x
+
+
+def model_of(kind: str) -> Any:
+    if kind == "lstm":
+        layers = [keras.layers.Reshape((8, 4)), keras.layers.LSTM(8, name="lstm")]
+        return keras.Sequential([keras.Input((32,)), *layers, dense("head", 4, 1)])
+    if kind == "dropout":
+        return net(keras.layers.Dropout(0.1, name="drop"))
+    if kind == "norms":
+        return net(keras.layers.BatchNormalization(name="bn"), keras.layers.LayerNormalization(name="ln"))
+    return net(Twice(name="twice"))
+
+
+def regions(tune: str, kind: str, names: list[str], kept: bool = True, groups: bool = False) -> dict[str, Any]:
+    """Weights as numbers, and what XLA was told to compile in the train function."""
+    from dpro.plan import Plan
+    from dpro_integrations.keras import DproCallback
+
+    decide(kept)
+    with job():
+        model = compiled(model_of(kind), keras.optimizers.SGD(0.01))
+        plan = Plan(compile_regions=names, tensor_groups=GROUPS if groups else None)
+        found = fit(model, [DproCallback(plan=plan)] if tune else [], validation_data=None)
+        concrete = model.train_function._list_all_concrete_functions()[-1]
+        marked = {
+            node.attr["_XlaScope"].s.decode()
+            for function in concrete.graph.as_graph_def().library.function
+            for node in function.node_def
+            if node.attr["_XlaCompile"].b
+        }
+        return found | {
+            "numbers": {v.name: v.numpy().ravel().tolist() for v in model.weights},
+            "scopes": sorted(marked),
+            "wrapped": sorted(layer.name for layer in model._flatten_layers() if "call" in vars(layer)),
+            "rank": hvd.rank(),
+        }
+
+
+def evaluated(tune: str) -> dict[str, Any]:
+    """What ``predict`` gives with compiled layers in force is what the same weights give without."""
+    from dpro.plan import Plan
+    from dpro_integrations.keras import DproCallback
+
+    decide(True)
+    with job():
+        model = compiled(model_of("norms"), keras.optimizers.SGD(0.01))
+        plan = Plan(compile_regions=["a", "b", "bn", "ln"])
+        found = fit(model, [DproCallback(plan=plan)] if tune else [])
+        other = compiled(model_of("norms"))
+        other.set_weights(model.get_weights())
+        import numpy as np
+
+        x = np.ones((4, 32), np.float32)
+        same = bool((model.predict(x, verbose=0) == other.predict(x, verbose=0)).all())
+        return report(model, None) | {"verdict": found["verdict"], "same": same}

@@ -1,0 +1,69 @@
+"""Layers compiled by XLA in a running job: same training within rounding, one line where XLA can't."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.frameworks.horovod_torch.conftest import HorovodRanks
+
+JOBS = "tests.frameworks.horovod_keras.region_jobs"
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "groups"),
+    [("norms", ["a", "b", "bn", "ln"], True), ("own layer", ["twice", "d"], False)],
+    ids=["norms, groups as well", "a layer of the users"],
+)
+def test_weights_are_close_after_50_steps(
+    ranks: HorovodRanks, tmp_path: Path, kind: str, names: list[str], groups: bool
+) -> None:
+    without = ranks.run(f"{JOBS}:regions", tmp_path / "without", tune="", kind=kind, names=names).ok().values
+    found = ranks.run(f"{JOBS}:regions", tmp_path / "with", tune="plan", kind=kind, names=names, groups=groups).ok()
+    for value, other in zip(found.values, without, strict=True):
+        assert value["verdict"] == "KEPT", found.logs
+        assert value["wrapped"] == sorted(names)
+        assert len(value["scopes"]) == 2  # forward and backward
+        assert other["scopes"] == []
+        for name, numbers in other["numbers"].items():
+            apart = np.linalg.norm(np.subtract(value["numbers"][name], numbers))
+            assert apart <= 1e-5 * max(np.linalg.norm(numbers), 1e-3), name
+    # each rank compiles for itself, and they stay together
+    assert found.values[0]["weights"] == found.values[1]["weights"]
+
+
+def test_rolled_back_the_layers_are_their_own_again(ranks: HorovodRanks, tmp_path: Path) -> None:
+    found = ranks.run(f"{JOBS}:regions", tmp_path, tune="plan", kind="norms", names=["a", "bn"], kept=False).ok()
+    for value in found.values:
+        assert value["verdict"] == "ROLLED_BACK"
+        assert value["wrapped"] == value["scopes"] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "says"),
+    [
+        ("lstm", ["lstm"], "XLA compiles nothing of layer 'lstm'"),
+        ("lstm", ["lstm/lstm_cell"], "layer 'lstm/lstm_cell' is not called on its own in training"),
+        ("dropout", ["a", "drop"], "layer 'drop' draws random numbers"),
+        ("norms", ["a", "nowhere"], "the model has no layer 'nowhere'"),
+    ],
+)
+def test_what_xla_refuses_changes_nothing(
+    ranks: HorovodRanks, tmp_path: Path, kind: str, names: list[str], says: str
+) -> None:
+    found = ranks.run(f"{JOBS}:regions", tmp_path, tune="plan", kind=kind, names=names).ok()
+    for value in found.values:
+        assert value["verdict"] == "STEPPED_ASIDE"
+        assert value["wrapped"] == value["scopes"] == []
+    (line,) = found.lines("stepped aside")
+    assert says in line
+    assert line.endswith("nothing was changed")
+    assert "Traceback" not in "".join(found.logs)
+
+
+def test_only_training_is_compiled(ranks: HorovodRanks, tmp_path: Path) -> None:
+    for value in ranks.run(f"{JOBS}:evaluated", tmp_path, tune="plan").ok().values:
+        assert value["verdict"] == "KEPT"
+        assert value["same"]
