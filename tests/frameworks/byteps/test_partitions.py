@@ -1,0 +1,75 @@
+"""Partitions of gradients, changed in a running job of BytePS: real workers, a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.testbed import Testbed
+from tests.frameworks.byteps import sums
+from tests.frameworks.byteps.launch import begin
+
+JOBS = "tests.frameworks.byteps.partition_jobs"
+
+
+def run(function: str, folder: Path, **arguments: Any) -> list[Any]:
+    """What each rank returned."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Testbed(2, loopback=True) as bed:
+        code = begin(bed, "rank", folder, f"{JOBS}:{function}", json.dumps(arguments)).wait(100)
+    assert code == 0
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_sums_are_right_before_under_and_after_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every element on every rank in every round, of what the job pushes itself as well.
+
+    How many parts BytePS itself says it makes: 240,000 bytes are 4 of 65,536, 15 of 16,384, 2 of 131,072.
+    """
+    monkeypatch.setenv("BYTEPS_LOG_LEVEL", "DEBUG")
+    told = run("sums_under_plans", tmp_path, rounds=8)
+    said = "".join(capfd.readouterr())
+    parts = set(re.findall(r"byteps\.(\S+) partitioned to (\d+) part", said))
+    assert {("gradient_5", "4"), ("gradient_5~1", "15"), ("gradient_5~2", "2"), ("own", "4")} <= parts
+    assert {name for name, _ in parts if "~3" in name} == set()
+    for one in told:
+        assert one["wrong"] == []
+        assert one["checks"] == 8 * 8 * (len(sums.ELEMENTS) + 1)
+        seen = dict(one["seen"])
+        assert seen["after"] == seen["before"]
+        assert seen["small"][1] == 16384 and seen["large"][1] == 131072
+
+
+@pytest.mark.parametrize("compression", [None, {"fp16": True}], ids=["", "fp16"])
+def test_weights_are_bit_equal_with_and_without_plans(compression: Any, tmp_path: Path) -> None:
+    with_plans = run("train", tmp_path / "with", plans=True, compression_params=compression)
+    without = run("train", tmp_path / "without", plans=False, compression_params=compression)
+    assert with_plans == without
+    assert without[0] == without[1]
+    assert without[0]["moved"]
+
+
+def test_a_foreign_plan_or_another_global_changes_nothing(tmp_path: Path) -> None:
+    for one in run("foreign", tmp_path):
+        assert one["same"] and one["why_not"] == ""
+        assert len(one["errors"]) == 12 and "accepted" not in one["errors"]
+        assert "BytePS' bound reads 69632, not 65536" in one["differs"][0] and one["differs"][1] == 0
+        assert "a way of its own" in one["own way"]
+
+
+def test_bounds_that_cost_memory_for_good_are_limited(tmp_path: Path) -> None:
+    for said in run("bounds_without_end", tmp_path):
+        assert said[:4] == [""] * 4
+        assert all("4 partition sizes were tried" in one for one in said[4:]) and len(said) == 7
+
+
+def test_an_apply_that_fails_on_one_rank_leaves_all_alike(tmp_path: Path) -> None:
+    told = run("one_rank_fails", tmp_path)
+    assert [one["failed"] for one in told] == ["", "on purpose"]
+    assert all(one["wrong"] == [] for one in told)
