@@ -1,0 +1,160 @@
+"""MXNet's profiler, of which a process has one: what the job does with it, and lending it to a capture.
+
+MXNet does not say whether its profiler runs, nor how it is configured, so that the job's calls are noted, from
+:func:`watch` on (which is called when ``dpro_integrations.mxnet`` is imported, or at activation by environment). The
+job has the right of way: whatever it asks of the profiler while a capture has it ends the capture first.
+
+MXNet 1.9 writes the head of its file once per process, and every later file without: no JSON. A capture takes the head
+away from the first profile of the job's own, so that it is put back there (:func:`mend`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mxnet import profiler
+
+#: As a process starts (``src/profiler/profiler.h``, Profiler's members).
+_INITIAL: dict[str, Any] = {
+    "profile_symbolic": True,
+    "profile_imperative": False,
+    "profile_memory": True,
+    "profile_api": True,
+    "continuous_dump": False,
+    "aggregate_stats": False,
+    "filename": "profile.json",
+}
+#: MXNet removes a file of this name when it is configured: a name is given only with a run.
+_NO_FILE = ""
+#: How a file begins, and what follows the head's records, of which there may be none (``src/profiler/profiler.cc``).
+_START, _NEXT = '{\n    "traceEvents": [\n', ",\n\n    {"
+_FUNCTIONS = ("set_config", "profiler_set_config", "set_state", "dump", "dumps", "pause", "resume")
+
+
+class _Ledger:
+    """What the job last asked for."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, Any] | None = None
+        self.file = Path()
+        self.running = os.environ.get("MXNET_PROFILER_AUTOSTART", "0") not in ("", "0")
+        #: what it recorded is still to be written
+        self.undumped = self.running
+        #: our configuration is in force instead of its own
+        self.ours = False
+        #: records of the head that a capture has taken, until the job's own file has them
+        self.head = ""
+        self.give_way: Callable[[], None] | None = None
+        self.originals: dict[str, Callable[..., Any]] = {}
+        self.wrappers: dict[str, Callable[..., Any]] = {}
+
+
+_ledger = _Ledger()
+
+
+def watch() -> None:
+    """Note the job's calls from now on. Safe to call twice."""
+    ledger = _ledger
+    if ledger.originals:
+        return
+    for name in _FUNCTIONS:
+        original = getattr(profiler, name)
+        wrapper = functools.wraps(original)(functools.partial(_called, name))
+        ledger.originals[name], ledger.wrappers[name] = original, wrapper
+        setattr(profiler, name, wrapper)
+
+
+def unwatch() -> None:
+    """Let the functions go, once the job has no file to come that a capture has taken the head of."""
+    ledger = _ledger
+    if ledger.head:
+        return
+    for name, original in ledger.originals.items():
+        if getattr(profiler, name) is ledger.wrappers[name]:
+            setattr(profiler, name, original)
+    ledger.originals, ledger.wrappers = {}, {}
+
+
+def in_use() -> str:
+    """Why a capture can't have the profiler, one clause; "" if it can."""
+    if _ledger.running:
+        return "the job's own profiler is running"
+    if _ledger.undumped:
+        return "the job's own profiler holds what it recorded"
+    return ""
+
+
+def borrow(file: str, give_way: Callable[[], None]) -> None:
+    """Record every op of the engine, one by one: with statistics MXNet makes no bulks, and after them as before.
+
+    Args:
+        file: where :func:`give_back` writes.
+        give_way: called when the job wants the profiler; must give it back.
+
+    Raises:
+        RuntimeError: the job uses it.
+    """
+    if reason := in_use():
+        raise RuntimeError(reason)
+    watch()
+    _ledger.ours, _ledger.give_way, _ledger.file = True, give_way, Path(file)
+    own = {"profile_api": False, "profile_memory": False, "profile_symbolic": True, "profile_imperative": True}
+    _ledger.originals["set_config"](continuous_dump=False, aggregate_stats=True, filename=file, **own)
+    _ledger.originals["set_state"]("run")
+
+
+def give_back() -> None:
+    """Stop recording; what was recorded is in the file. Does nothing where nothing is lent."""
+    ledger = _ledger
+    if ledger.give_way is None:
+        return
+    ledger.give_way = None
+    ledger.originals["set_state"]("stop")
+    ledger.originals["dump"](True)
+    ledger.originals["set_config"](**(_INITIAL | {"filename": _NO_FILE}))
+    ledger.head = mend(ledger.file, "") or ledger.head
+
+
+def mend(file: Path, head: str) -> str:
+    """Put the records ``head`` in front of a file that has none; returns those of a file that has some, else ""."""
+    text = file.read_text()
+    records, next_, _ = text.removeprefix(_START).partition(_NEXT)
+    if records or not next_:
+        return records if next_ and '"ph": "M"' in records else ""
+    body = text.removeprefix(_START).removeprefix(next_).lstrip()
+    file.write_text(f"{_START}{head}{next_ if head else '    {'}\n        {body}")
+    return ""
+
+
+def _called(name: str, *args: Any, **kwargs: Any) -> Any:
+    ledger = _ledger
+    if ledger.give_way is not None:
+        ledger.give_way()
+    original = ledger.originals.get(name) or getattr(profiler, name)
+    if kwargs.get("profile_process", "worker") != "worker":  # that of a parameter server, another process
+        return original(*args, **kwargs)
+    if name == "set_config":
+        ledger.config, ledger.ours = dict(kwargs), False
+    elif name == "profiler_set_config":
+        ledger.ours = False
+    elif name == "set_state":
+        state = args[0] if args else kwargs.get("state", "stop")
+        ledger.running = state == "run"
+        if ledger.running:
+            ledger.undumped = True
+            if ledger.ours:  # it relies on what it had set before
+                ledger.ours = False
+                ledger.originals["set_config"](**(_INITIAL if ledger.config is None else ledger.config))
+    result = original(*args, **kwargs)
+    if name in ("dump", "dumps") and not ledger.running:
+        ledger.undumped = False
+    if name == "dump" and ledger.head:
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # it is as MXNet wrote it, then
+            mend(Path((ledger.config or _INITIAL).get("filename", _INITIAL["filename"])), ledger.head)
+        ledger.head = ""
+    return result

@@ -1,0 +1,103 @@
+"""The end of every iteration of a ``gluon.Trainer``, and of the library under it. Knows nothing of tuning."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from dpro_integrations.mxnet_engine import Pace, job_error
+
+
+def reduced(trainer: Any) -> list[tuple[int, Any]]:
+    """Number and parameter of every gradient that ``trainer`` reduces; uninitialised parameters are left out."""
+    return [(i, p) for i, p in enumerate(trainer._params) if p.grad_req != "null" and p._grad is not None]
+
+
+def weights(trainer: Any) -> list[Any]:
+    """The arrays that an update writes."""
+    return [array for _, parameter in reduced(trainer) for array in parameter.list_data()]
+
+
+class Steps:
+    """Calls ``action`` once after each iteration of ``trainer``, until :meth:`stop`.
+
+    Args:
+        trainer: a ``gluon.Trainer``. Its iteration ends where its weights are updated: in ``step()``, or, where the
+            job calls ``allreduce_grads()`` itself, in ``update()``.
+        action: may call :meth:`stop`. Must not raise.
+        ending: called before the job shuts the library down. Must not raise.
+        libraries: modules with the library's ``shutdown``, the one that the job calls first.
+
+    Meanwhile Python is held to one step ahead of the engine (:class:`~dpro_integrations.mxnet_engine.Pace`).
+    """
+
+    def __init__(
+        self, trainer: Any, action: Callable[[], None], ending: Callable[[], None], libraries: Sequence[ModuleType]
+    ) -> None:
+        self._trainer = trainer
+        self._action = action
+        self._pace: Pace | None = None
+        # both step() and update() come by here, also where the job holds on to one of them from before
+        self._own = "_update" in vars(trainer)
+        self._original = trainer._update
+        self._wrapper = functools.wraps(self._original)(self._update)
+        trainer._update = self._wrapper
+        self._unpatch = _before_shutdown(ending, libraries)
+
+    def stop(self) -> None:
+        """No more calls. Safe to call twice, and from ``action``."""
+        self._action = _nothing
+        self._unpatch()
+        # somebody may have patched on top of us: his patch then still works, and calls ours
+        if vars(self._trainer).get("_update") is self._wrapper:
+            if self._own:
+                self._trainer._update = self._original
+            else:
+                del self._trainer._update
+        self._pace = None
+
+    def _update(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._original(*args, **kwargs)
+        if self._action is not _nothing:
+            try:
+                if self._pace is None:
+                    self._pace = Pace(lambda: weights(self._trainer))
+                self._pace.step()
+            except RuntimeError:
+                self._raise()
+            self._action()
+            self._raise()
+        return result
+
+    @staticmethod
+    def _raise() -> None:
+        """What the job would have been told where it next looks at a result."""
+        if (error := job_error()) is not None:
+            raise error
+
+
+def _before_shutdown(ending: Callable[[], None], libraries: Sequence[ModuleType]) -> Callable[[], None]:
+    """Call ``ending`` before ``shutdown()``; gives the undoing."""
+    original = libraries[0].shutdown
+
+    @functools.wraps(original)
+    def shutdown(*args: Any, **kwargs: Any) -> Any:
+        ending()
+        return original(*args, **kwargs)
+
+    patched = [library for library in libraries if library.shutdown is original]
+    for library in patched:
+        library.shutdown = shutdown  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        for library in patched:
+            if library.shutdown is shutdown:
+                library.shutdown = original  # type: ignore[attr-defined]
+
+    return undo
+
+
+def _nothing() -> None:
+    pass
