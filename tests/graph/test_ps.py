@@ -13,6 +13,7 @@ from dpro.graph.graph import Graph, OpKind
 from dpro.graph.ps import read_parts
 from dpro.graph.ps_layout import layout_of
 from dpro.graph.ps_ops import INFO, Ps, engine
+from dpro.graph.ps_pace import Message, link_pace
 from dpro.passes.tensor_fusion import captured
 from dpro.replay.engine import replay
 from dpro.trace import byteps
@@ -182,6 +183,48 @@ def test_rounds_are_told_apart() -> None:
     assert [replay(graph).makespan_ns for graph in graphs] == [1000 * US] * 2
 
 
+# -- the pace of a link --------------------------------------------------------------------------
+
+
+def behind(*messages: tuple[int, int]) -> list[Message]:
+    """(bytes, over, µs): all could have gone at 0."""
+    frees = [-1, *(over for _, over in messages)]
+    return [Message(free * US, over * US, 0, nbytes) for free, (nbytes, over) in zip(frees, messages, strict=False)]
+
+
+def test_the_pace_is_that_of_messages_behind_others() -> None:
+    """10 ns a byte. The first one was alone: what its acknowledgement took besides is nobody's."""
+    found = link_pace(behind((1_000, 900), *((10_000, 900 + 100 * i) for i in range(1, 13))))
+    assert found is not None
+    assert found == pytest.approx((10.0, 0.0, 12, 1))
+
+
+def test_acknowledgements_in_batches_say_as_much() -> None:
+    """Four at a time are over at once."""
+    found = link_pace(behind((1_000, 0), *((10_000, 400 * (i // 4 + 1)) for i in range(160))))
+    assert found is not None
+    assert found.ns_per_byte == pytest.approx(10.0, rel=0.01)
+
+
+def test_one_that_waited_for_something_else_is_one_of_many() -> None:
+    """The seventh's acknowledgement came behind an answer of 5 ms, and with it the eighth's."""
+    ends = [100 * i for i in range(1, 21)]
+    ends[6] = ends[7] = 700 + 5_000
+    ends[8:] = [end + 5_000 for end in ends[8:]]
+    found = link_pace(behind((1_000, 0), *((10_000, end) for end in ends)))
+    assert found is not None
+    assert found.ns_per_byte == pytest.approx(10.0)
+
+
+def test_few_that_queued_tell_no_pace() -> None:
+    assert link_pace([]) is None
+    assert link_pace(behind((1_000, 0), *((10_000, 100 * i) for i in range(1, 7)))) is None
+    # none queued: each could go when the one before had long been over
+    alone = [Message(1_000 * i, 1_000 * i + 700, 1_000 * i + 500, 10) for i in range(20)]
+    assert link_pace(alone) is None
+    assert link_pace([Message(5, 10, 0, -1)] * 20) is None
+
+
 # -- who is where --------------------------------------------------------------------------------
 
 
@@ -209,10 +252,11 @@ def test_a_server_beside_a_worker_is_reached_over_loopback() -> None:
 
 
 def test_a_server_on_each_of_two_hosts_shares_the_link_with_the_worker() -> None:
+    """Servers are numbered by address, the last one first: server 0 is on b."""
     found = links(nodes=["a", "b"], server_nodes=["a", "b"], servers=2)
-    assert found[0, 1] == ("link/a>b", "link/b>a")
-    assert found[1, 0] == ("link/b>a", "link/a>b")
-    assert found[0, 0] == ("link/worker0>server0", "link/server0>worker0")
+    assert found[0, 0] == ("link/a>b", "link/b>a")
+    assert found[1, 1] == ("link/b>a", "link/a>b")
+    assert found[0, 1] == ("link/worker0>server1", "link/server1>worker0")
 
 
 def test_a_server_on_a_host_of_its_own_is_the_narrow_place() -> None:

@@ -1,13 +1,16 @@
 """What it costs to take a partition to its server and the sum back, learnt from captured partitions.
 
 Knows sizes, times and resources (:class:`dpro.graph.ps_ops.Seen`). A message of s bytes holds its link direction for
-``a + b·s``, a copy its thread, an addition the server's; fitted as collectives are (:func:`dpro.cost.sync.fit`: least
-absolute relative deviation, so that a stalled one says nothing of the others). What passes while nothing is held (a
-thread's nap before it looks for work, the way of an acknowledgement) is a lag, the median of those seen.
+``a + b·s``, a copy its thread, an addition the server's; what passes while nothing is held (a thread's nap before it
+looks for work, the way of an acknowledgement) is a lag, the median of those seen.
 
-Only messages that queued show what a message holds its link for. Where too few did, what one takes beyond its bytes
-may hold the link or be a lag. The first is believed; :meth:`PsModel.beliefs` has the second as well. The two cost what
-was captured about alike, and lead to larger and to smaller partitions.
+A link's pace is that of messages that queued (:mod:`dpro.graph.ps_pace`). Where too few did, and for copies, a line is
+fitted to single ones (:func:`dpro.cost.sync.fit`: least absolute relative deviation, so that a stalled one says nothing
+of the others).
+
+What a message holds its link for beyond its bytes decides how small parts may be, and a capture does not tell. First a
+share of a typical message is believed to be that; :meth:`PsModel.beliefs` has a second model in which nothing but bytes
+holds a link. Both cost what was captured alike, and lead to larger and to smaller parts.
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ from dpro.graph.ps_ops import INFO, Ps, Seen
 
 #: ``graph.info[MODEL]`` is a :class:`PsModel`.
 MODEL = "ps_model"
-#: So many messages that queued, of two sizes at least, tell what a message holds its link for.
-ENOUGH_QUEUED = 8
-#: From this share of a message's time on it matters whether that holds the link.
+#: Share of a typical message's time that it is first believed to hold its link for beyond its bytes.
+HELD_SHARE = 0.01
+#: A lag is that of the quicker ones: others wait for something else as well.
+_QUICK = 0.25
+#: A part as small as anybody would cut, and the share of its time from which on what is no bytes of it matters.
+_SMALL_BYTES = 1 << 18
 _MATTERS = 0.02
 _NOTHING = SyncModel(0.0, 0.0)
 
@@ -36,15 +42,16 @@ class PsModel:
     """How long a partition's stages hold their resources (by name), and what passes between them.
 
     ``lags``, ns: before a copy out ("out") and a push ("push") are taken up, until a push is acknowledged
-    ("acknowledge"), before the sum is asked for ("ask"), before it is sent ("pull"), before a copy in ("in").
-    ``unsure``: links of which it is not known whether what a message takes beyond its bytes holds them.
+    ("acknowledge"), before the sum is asked for ("ask"), until it is there ("sum") and sent ("pull"), before a copy in
+    ("in").
+    ``other``: the model under the second belief, None where it makes no difference.
     """
 
     links: Mapping[str, SyncModel]
     copies: Mapping[str, SyncModel] = field(default_factory=dict)
     sums: SyncModel = _NOTHING
     lags: Mapping[str, float] = field(default_factory=dict)
-    unsure: frozenset[str] = frozenset()
+    other: PsModel | None = None
 
     def link(self, name: str) -> SyncModel:
         """Of a link direction that was not seen: as the slowest of those that were."""
@@ -63,18 +70,8 @@ class PsModel:
         return next((word for word in ("assumed", "weak") if word in known), "good" if known else "assumed")
 
     def beliefs(self) -> list[PsModel]:
-        """This one; and, where that is not known and matters, that nothing but its bytes holds a link for a message."""
-        doubted = {name: self.links[name] for name in self.unsure if self.links[name].latency_ns}
-        if not any(line.latency_ns >= _MATTERS * line.time_ns(_PART_BYTES) for line in doubted.values()):
-            return [self]
-        freed = {name: replace(line, latency_ns=0.0) for name, line in doubted.items()}
-        typical = float(np.median([line.latency_ns for line in doubted.values()]))
-        lags = {**self.lags, **{what: self.lags.get(what, 0.0) + typical for what in ("acknowledge", "pull")}}
-        return [self, replace(self, links={**self.links, **freed}, lags=lags, unsure=frozenset())]
-
-
-#: A partition as BytePS makes them when nobody says otherwise.
-_PART_BYTES = 4_096_000
+        """This one; and, where it matters, the one in which nothing but its bytes holds a link for a message."""
+        return [self] if self.other is None else [self, self.other]
 
 
 def best_parts(nbytes: int, send: SyncModel, add: SyncModel, receive: SyncModel) -> int:
@@ -105,52 +102,70 @@ def fit_ps(graphs: Iterable[Graph]) -> PsModel:
         found = [ns for ps in known for ns in ps.lags.get(what, [])]
         lags[what] = max(0.0, float(np.median(found))) if found else 0.0
     copies = _lines(one for one in seen if one.what in ("out", "in"))
-    # memory is read and written by an addition as by a copy: what it is taken for where pulls do not show it
+    # an addition reads and writes memory as a copy does: that much it is believed to take, what is beyond is a lag
     pace = float(np.median([line.ns_per_byte for line in copies.values()])) if copies else 0.0
 
     messages = [one for one in seen if one.what in ("push", "pull", "answer")]
-    links: dict[str, SyncModel] = {}
-    unsure: set[str] = set()
+    held: dict[str, SyncModel] = {}
+    free: dict[str, SyncModel] = {}
     for name in dict.fromkeys(one.where for one in messages):
         mine = [one for one in messages if one.where == name]
-        queued = [one for one in mine if one.queued]
-        if len(queued) >= ENOUGH_QUEUED and len({one.nbytes for one in queued}) > 1:
-            links.update(_lines(queued))
+        told = [ps.paces[name] for ps in known if name in ps.paces]
+        if told:  # the same in all graphs of a capture
+            line = SyncModel(
+                0.0, told[0].ns_per_byte, spread=told[0].spread, observations=told[0].stretches,
+                distinct_sizes=told[0].sizes,
+            )  # fmt: skip
+            beyond = HELD_SHARE * line.ns_per_byte * float(np.mean([one.nbytes for one in mine]))
+            free[name] = line
+            held[name] = replace(line, latency_ns=beyond, ns_per_byte=(1 - HELD_SHARE) * line.ns_per_byte)
             continue
         # an answer holds an addition as well
-        alone = [one._replace(ns=max(1, one.ns - round(pace * one.nbytes * (one.what == "answer")))) for one in mine]
-        links.update(_lines(alone))
-        unsure.add(name)
-    lags["acknowledge"] = _beyond((one for one in messages if one.what == "push"), links)
-    lags["pull"] = _beyond((one for one in messages if one.what == "pull"), links)
-    sums = _sums([one for one in messages if one.what == "answer" and not one.queued], links, lags["pull"], pace)
-    return PsModel(links, copies, sums, lags, frozenset(unsure & links.keys()))
+        alone = _line(name, [(one.nbytes, one.ns - pace * one.nbytes * (one.what == "answer")) for one in mine])
+        held.update(alone)
+        free.update({link: replace(line, latency_ns=0.0) for link, line in alone.items()})
+    model = _model(messages, held, copies, pace, lags)
+    if all(line.latency_ns < _MATTERS * line.time_ns(_SMALL_BYTES) for line in held.values()):
+        return model
+    return replace(model, other=_model(messages, free, copies, pace, lags))
+
+
+def _model(
+    messages: Sequence[Seen],
+    links: Mapping[str, SyncModel],
+    copies: Mapping[str, SyncModel],
+    pace: float,
+    lags: Mapping[str, float],
+) -> PsModel:
+    """What messages took beyond what they hold their links for is lags."""
+    sums = SyncModel(0.0, pace)
+    pull = _beyond((one for one in messages if one.what == "pull"), links)
+    answers = (one._replace(ns=one.ns - sums.time_ns(one.nbytes)) for one in messages if one.what == "answer")
+    more = {
+        "acknowledge": _beyond((one for one in messages if one.what == "push"), links),
+        "pull": pull,
+        "sum": max(0.0, _beyond(answers, links) - pull),
+    }
+    return PsModel(links, copies, sums, {**lags, **more})
+
+
+def _line(name: str, points: Sequence[tuple[float, float]]) -> dict[str, SyncModel]:
+    """The line through ``points`` (bytes, ns) under a name; nothing where none took any time."""
+    try:
+        return {name: fit([n for n, _ in points], [ns for _, ns in points])}
+    except ValueError:
+        return {}
 
 
 def _lines(seen: Iterable[Seen]) -> dict[str, SyncModel]:
     """A line for each resource that shows one."""
-    by_place: dict[str, list[Seen]] = {}
+    places: dict[str, list[tuple[float, float]]] = {}
     for one in seen:
-        by_place.setdefault(one.where, []).append(one)
-    out = {}
-    for where, some in by_place.items():
-        try:
-            out[where] = fit([one.nbytes for one in some], [one.ns for one in some])
-        except ValueError:  # none took any time
-            continue
-    return out
+        places.setdefault(one.where, []).append((one.nbytes, one.ns))
+    return {name: line for place, points in places.items() for name, line in _line(place, points).items()}
 
 
 def _beyond(seen: Iterable[Seen], links: Mapping[str, SyncModel]) -> float:
-    """What messages that did not queue take, in the median, beyond what they hold their link for."""
+    """What the quicker messages that did not queue take beyond what they hold their link for."""
     left = [one.ns - links[one.where].time_ns(one.nbytes) for one in seen if not one.queued and one.where in links]
-    return max(0.0, float(np.median(left))) if left else 0.0
-
-
-def _sums(answers: Sequence[Seen], links: Mapping[str, SyncModel], lag: float, pace: float) -> SyncModel:
-    """An addition, by what answers take beyond a pull of a sum that is there; without any, like a copy."""
-    left = [(one.nbytes, one.ns - links[one.where].time_ns(one.nbytes) - lag) for one in answers if one.where in links]
-    try:
-        return fit([n for n, _ in left], [ns for _, ns in left])
-    except ValueError:
-        return SyncModel(0.0, pace)
+    return max(0.0, float(np.quantile(left, _QUICK))) if left else 0.0

@@ -15,7 +15,7 @@ Source: dPRO (MLSys 2022) section 4.1; BytePS 0.2 (``core_loops.cc``, ``server.c
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,20 +24,19 @@ from dpro.graph.ddp import CHANNEL
 from dpro.graph.draft import DraftBucket, DraftOp, Local
 from dpro.graph.graph import Graph, OpKind
 from dpro.graph.ps_layout import layout_of
-from dpro.graph.ps_ops import INFO, Added, Key, Part, Ps, add_ops, last_pushes
+from dpro.graph.ps_ops import INFO, Added, Key, Part, Ps, add_ops, last_pushes, resources
+from dpro.graph.ps_pace import QUICK, Message, link_pace, pace
 from dpro.trace import byteps
 from dpro.trace.byteps import COPY_IN, COPY_OUT, PULL, PUSH
 from dpro.trace.model import RankTrace
 
-#: The pace of a link is that of its quicker transfers among the large.
-_PACE_QUANTILE = 0.25
+#: A thread that copies so many times slower than the quickest one waits while it does.
+_SLOWEST_COPY = 4
 #: At least this share of the pulls that can have waited for earlier pushes must have, for that to be the rule.
 _ORDERLY_SHARE = 0.5
 #: Rows are in whole µs.
 _RESOLUTION_NS = 2_000
 _NEVER = -(2**62)
-#: Figures of a link that are added up.
-_SUMS = ("messages", "nbytes", "transmit_ns", "queue_ns")
 
 
 def is_ps(trace: RankTrace) -> bool:
@@ -98,6 +97,9 @@ class Partitions:
                 sizes[part.key] = max(0, part.nbytes)
         self._steps.pop(-1, None)
         self._layout = layout_of(traces, ranks, sizes)
+        self._messages = self._find_messages()
+        paces = {link: link_pace(messages) for link, messages in self._messages.items()}
+        self._told = {link: found for link, found in paces.items() if found is not None}
         self._paces = self._find_paces()
         if not self._are_orderly():
             self._layout = self._layout.disorderly()
@@ -138,7 +140,7 @@ class Partitions:
             ]
             for worker in range(len(locals_))
         ]
-        graph.info[INFO] = known = Ps(self._layout, self._bounds)
+        graph.info[INFO] = known = Ps(self._layout, self._bounds, self._told)
         graph.info["messages"] = self._facts()
         return add_ops(graph, parts, runs, known, self._paces)
 
@@ -147,37 +149,41 @@ class Partitions:
 
     # -- what the capture says of its links --------------------------------------------------------
 
-    def _transfers(self, parts: Sequence[Sequence[Part]]) -> Iterator[tuple[str, int, int, int, int]]:
-        """Of a step: (link, when it was free, when the message could go, its end, bytes), by end on each link.
-
-        A pull can go when it was asked for and the last push is there.
-        """
-        lasts = last_pushes(parts)
+    def _find_messages(self) -> dict[str, list[Message]]:
+        """What went over each link direction, by its end. A pull can go when it was asked for and all have pushed."""
         found: dict[str, list[tuple[int, int, int]]] = {}
-        for worker, mine in enumerate(parts):
-            for part in mine:
-                there, back = self._layout.links[worker, self._layout.server(*part.key)]
-                found.setdefault(there, []).append((part.push[1], part.push[0], part.nbytes))
-                ready = min(part.pull[1], max(part.pull[0], lasts[part.key]))
-                found.setdefault(back, []).append((part.pull[1], ready, part.nbytes))
-        for link, messages in found.items():
-            free = _NEVER
-            for end, ready, nbytes in sorted(messages):
-                yield link, free, ready, end, nbytes
-                free = end
+        for parts in self._steps.values():
+            lasts = last_pushes(parts)
+            for worker, mine in enumerate(parts):
+                for part in mine:
+                    there, back = self._layout.links[worker, self._layout.server(*part.key)]
+                    found.setdefault(there, []).append((part.push[1], part.push[0], part.nbytes))
+                    ready = min(part.pull[1], max(part.pull[0], lasts[part.key]))
+                    found.setdefault(back, []).append((part.pull[1], ready, part.nbytes))
+        out: dict[str, list[Message]] = {}
+        for link, ends in found.items():
+            ends.sort()
+            frees = [_NEVER, *(end for end, _, _ in ends)]
+            out[link] = [Message(free, *message) for free, message in zip(frees, ends, strict=False)]
+        return out
 
     def _find_paces(self) -> dict[str, float]:
-        """ns per byte of every link direction whose messages have a known size."""
-        took: dict[str, list[tuple[int, int]]] = {}
+        """ns per byte of every link direction and every copying thread, where sizes are known."""
+        copies: dict[str, list[tuple[int, int]]] = {}
         for parts in self._steps.values():
-            for link, free, ready, end, nbytes in self._transfers(parts):
-                if nbytes > 0:
-                    took.setdefault(link, []).append((nbytes, end - max(free, ready)))
-        paces = {}
-        for link, pairs in took.items():
-            table = np.array(pairs, dtype=np.float64)
-            large = table[2 * table[:, 0] >= table[:, 0].max()]
-            paces[link] = float(np.quantile(large[:, 1] / large[:, 0], _PACE_QUANTILE))
+            for rank, mine in zip(self._layout.ranks, parts, strict=True):
+                out, into = resources(rank)
+                for part in (part for part in mine if part.nbytes > 0):
+                    copies.setdefault(out, []).append((part.nbytes, part.out[1] - part.out[0]))
+                    copies.setdefault(into, []).append((part.nbytes, part.back[1] - part.back[0]))
+        paces = {thread: pace(pairs) for thread, pairs in copies.items()}
+        slowest = _SLOWEST_COPY * min(paces.values(), default=0.0)
+        paces = {thread: min(found, slowest) for thread, found in paces.items()}
+        for link, messages in self._messages.items():
+            if link in self._told:
+                paces[link] = self._told[link].ns_per_byte
+            elif known := [(m.nbytes, m.end - max(m.free, m.ready)) for m in messages if m.nbytes > 0]:
+                paces[link] = pace(known)
         return paces
 
     def _are_orderly(self) -> bool:
@@ -194,7 +200,7 @@ class Partitions:
                 for server, pipe in pipes.items():
                     there, back = (self._paces.get(link, 0.0) for link in self._layout.links[worker, server])
                     spare = [p.push[1] - p.push[0] - there * max(0, p.nbytes) for p in pipe]
-                    slack = max(0.0, float(np.quantile(spare, _PACE_QUANTILE))) + _RESOLUTION_NS
+                    slack = max(0.0, float(np.quantile(spare, QUICK))) + _RESOLUTION_NS
                     pipe.sort(key=lambda p: p.push)
                     starts = [p.push[0] for p in pipe]
                     ends = np.maximum.accumulate([p.push[1] for p in pipe]).tolist()
@@ -207,19 +213,25 @@ class Partitions:
 
     def _facts(self) -> dict[str, Any]:
         """Over all captured steps, in the form of :meth:`dpro.graph.wire.Wire.facts`."""
-        links: dict[str, dict[str, Any]] = {}
-        for parts in self._steps.values():
-            for name, free, ready, end, nbytes in self._transfers(parts):
-                sender, _, receiver = name.removeprefix("link/").partition(">")
-                fresh = {"sender": sender, "receiver": receiver, "wait_ns": 0, "pieces": []}
-                link = links.setdefault(name, {**fresh, **dict.fromkeys(_SUMS, 0)})
-                for key, value in zip(
-                    _SUMS, (1, max(0, nbytes), end - max(free, ready), max(0, free - ready)), strict=True
-                ):
-                    link[key] += value
+        links = []
+        for name, messages in sorted(self._messages.items()):
+            sender, _, receiver = name.removeprefix("link/").partition(">")
+            began = [max(m.free, m.ready) for m in messages]
+            links.append(
+                {
+                    "sender": sender,
+                    "receiver": receiver,
+                    "messages": len(messages),
+                    "nbytes": sum(max(0, m.nbytes) for m in messages),
+                    "transmit_ns": sum(m.end - at for m, at in zip(messages, began, strict=True)),
+                    "queue_ns": sum(at - m.ready for m, at in zip(messages, began, strict=True)),
+                    "wait_ns": 0,
+                    "pieces": [],
+                }
+            )
         bounds = [trace.step_bounds for trace in self.traces if trace.steps]
         span = max((int(b[-1, 1] - b[0, 0]) for b in bounds), default=0)
-        return {"attributed_share": 1.0, "span_ns": span, "links": [links[name] for name in sorted(links)]}
+        return {"attributed_share": 1.0, "span_ns": span, "links": links}
 
 
 def _within(part: Part, limit: int) -> Part:

@@ -69,7 +69,8 @@ def layout_of(traces: Sequence[RankTrace], ranks: Sequence[int], sizes: Sizes) -
         credit=first.credit,
     )
     hosts = [each.node for each in told]
-    server_hosts = next((t.server_nodes for t in told if len(t.server_nodes) == made.servers), ())
+    # the scheduler numbers servers by address, the last one first (ps-lite's van.cc)
+    server_hosts = sorted(next((t.server_nodes for t in told if len(t.server_nodes) == made.servers), ()), reverse=True)
     if not all(hosts) or not all(server_hosts) or not server_hosts:
         return replace(made, links=_apart(made))
     return replace(made, links=_links(made, hosts, server_hosts, sizes))

@@ -17,13 +17,14 @@ import numpy as np
 from dpro.graph.draft import DraftOp
 from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
 from dpro.graph.ps_layout import Layout
+from dpro.graph.ps_pace import Pace, pace
 
 #: ``graph.info[INFO]`` is a :class:`Ps`.
 INFO = "ps"
 #: What took more than so many times its bytes, and this, was not right behind the one before.
 _BEHIND, _BEHIND_NS = 2, 1_000_000
-#: A server's pace is that of its quicker sums among the large.
-_PACE_QUANTILE = 0.25
+#: A copy that took more than so many times its bytes, and this, waited for something.
+_HELD, _HELD_NS = 2, 200_000
 _NEVER = -(2**62)
 
 Span = tuple[int, int]
@@ -64,7 +65,7 @@ class Seen(NamedTuple):
 
 @dataclass
 class Ps:
-    """What later floors need to know. ``bounds``: bytes of a partition, at most, by tensor.
+    """What later floors need to know. ``bounds``: bytes of a partition, at most, by tensor; ``paces`` of links.
 
     ``lags``: ns until an idle thread takes up what is to be copied "out", pushed ("push"), asked for ("ask"), copied
     "in".
@@ -72,6 +73,7 @@ class Ps:
 
     layout: Layout
     bounds: dict[int, int]
+    paces: dict[str, Pace] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
     lags: dict[str, list[int]] = field(default_factory=dict)
 
@@ -119,7 +121,7 @@ def add_ops(
 
     Args:
         runs: by (worker, tensor), the draft of all that lies between OUT and IN.
-        paces: ns per byte of a link direction, as far as known.
+        paces: ns per byte of a link direction or a copying thread, as far as known.
     """
     return _Step(graph, parts, runs, known, paces).build()
 
@@ -132,10 +134,10 @@ class _Queue:
     eligible: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
 
-    def place(self, ready: int, end: int, most: float) -> tuple[int, int, bool]:
-        """Gap and duration of an op that could begin at ``ready`` and ended at ``end``, and whether it had queued.
+    def place(self, ready: int, end: int, most: float) -> tuple[int, int]:
+        """Gap and duration of an op that could begin at ``ready`` and ended at ``end``.
 
-        ``most``: ns that it holds the resource where it had not.
+        ``most``: ns that it holds the resource where it had not queued right behind another.
         """
         begin = max(ready, self.free)
         duration = max(0, end - begin)
@@ -147,7 +149,7 @@ class _Queue:
         self.free = start + duration
         self.eligible.append(since)
         self.ends.append(self.free)
-        return since - ready, duration, queued
+        return since - ready, duration
 
     def through(self, instant: int) -> int:
         """When all that was eligible by then is over."""
@@ -230,9 +232,9 @@ class _Step:
         there = self.layout.there(worker, server)
         free = self._queue(there).free
         before = self.latest[worker, part.key]
-        gap, duration, queued = self._queue(there).place(part.out[1], end, self._most(there, part))
+        gap, duration = self._queue(there).place(part.out[1], end, self._most(there, part))
         op = self._add("push", OpKind.SEND, part.tensor, end - duration, [before], part, worker, there, duration, gap)
-        self._saw("push", there, part, end - max(free, start), queued)
+        self._saw("push", there, part, end - max(free, start), free > part.out[1])
         self.known.lags.setdefault("push", []).append(start - part.out[1])
         self.latest[worker, part.key] = op
         self._sum(server, part, op)
@@ -257,7 +259,7 @@ class _Step:
         if begin > limit:  # another one's end was told too late
             thread, begin, took = None, receipt, 0
         else:
-            gap, took, _ = self._queue(engine(server)).place(receipt, begin + took, took)
+            gap, took = self._queue(engine(server)).place(receipt, begin + took, took)
         sums.append(self._add("sum", OpKind.LOCAL, part.tensor, begin, [push], part, None, thread, took, gap))
         if last:
             self._join(key, begin + took, sums)
@@ -280,12 +282,13 @@ class _Step:
             self._join(part.key, ready, [])
         summed, at = self.summed[part.key]
         free, last = self._queue(back).free, self.lasts[part.key]
-        gap, duration, queued = self._queue(back).place(max(arrived, at), end, self._most(back, part))
+        gap, duration = self._queue(back).place(max(arrived, at), end, self._most(back, part))
         op = self._add(
             "pull", OpKind.RECV, part.tensor, end - duration, [ask, summed], part, worker, back, duration, gap
         )
-        early = arrived < last
-        self._saw("answer" if early and not queued else "pull", back, part, end - max(free, arrived, last), queued)
+        queued = free > max(arrived, at)
+        what = "answer" if arrived < last and not queued else "pull"
+        self._saw(what, back, part, end - max(free, arrived, last), queued)
         self.known.lags.setdefault("ask", []).append(asked - ready)
         self.latest[worker, part.key] = op
 
@@ -300,22 +303,14 @@ class _Step:
         start, end = span
         if self._queue(thread).free <= ready:
             self.known.lags.setdefault(way, []).append(max(0, start - ready))
-        gap, duration, _ = self._queue(thread).place(ready, end, end - start)
-        self._saw(way, thread, part, end - start)
-        priority = self.layout.priority(part.tensor) if way == "out" else 0
-        op = self._add(
-            f"copy {way}",
-            OpKind.LOCAL,
-            part.tensor,
-            end - duration,
-            before,
-            part,
-            worker,
-            thread,
-            duration,
-            gap,
-            priority,
-        )
+        took, bytes_ns = end - start, self._most(thread, part)
+        if took <= _HELD * bytes_ns + _HELD_NS:
+            self._saw(way, thread, part, took)
+        else:  # it waited for something
+            took = round(bytes_ns)
+        gap, duration = self._queue(thread).place(ready, end, took)
+        begun = end - duration
+        op = self._add(f"copy {way}", OpKind.LOCAL, part.tensor, begun, before, part, worker, thread, duration, gap)
         self.latest[worker, part.key] = op
         return op
 
@@ -352,9 +347,9 @@ class _Step:
         if part.nbytes > 0:
             self.known.seen.append(Seen(what, where, part.nbytes, max(0, ns), queued))
 
-    def _most(self, link: str, part: Part) -> float:
-        """ns that the bytes take on a link; more than anything where that is not known."""
-        return self.paces[link] * part.nbytes if link in self.paces and part.nbytes > 0 else 2.0**61
+    def _most(self, resource: str, part: Part) -> float:
+        """ns that the bytes take on a link or a thread; more than anything where that is not known."""
+        return self.paces[resource] * part.nbytes if resource in self.paces and part.nbytes > 0 else 2.0**60
 
     def _held_up(self, link: str, instant: int) -> int:
         """When the last of what could go over the link by then was over."""
@@ -381,6 +376,4 @@ class _Step:
         ]
         if not left:
             return 0.0
-        table = np.array(left, dtype=np.float64)
-        large = table[2 * table[:, 0] >= table[:, 0].max()]
-        return float(np.quantile(large[:, 1] / large[:, 0], _PACE_QUANTILE))
+        return pace(left)

@@ -141,7 +141,7 @@ class _Way:
             pipes = (there, back) if layout.orderly else ("", "")
             known = self._add("acknowledge", OpKind.LOCAL, rank, [push], pipes[1], lag="acknowledge", priority=turn)
             asked.append(self._add("ask", OpKind.LOCAL, rank, [known], pipes[0], lag="ask"))
-        summed = self._add("summed", OpKind.LOCAL, -1, sums)
+        summed = self._add("summed", OpKind.LOCAL, -1, sums, lag="sum")
         for (worker, rank), ask in zip(self.workers, asked, strict=True):
             back, thread = layout.back(worker, server), resources(rank)[1]
             turn, took = _SERVERS_TURN if back in self.shared else 0, model.link(back).time_ns(size)

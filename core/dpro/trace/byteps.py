@@ -88,7 +88,8 @@ class Settings:
 
     ``partitions`` has the bound of tensors that were cut anew in the running job, ``declared`` the tensors' declared
     indices (both by name in the trace). ``node`` is the address of the worker's host, ``server_nodes`` those of the
-    servers' hosts, by number; empty where not known. ``credit`` 0: partitions go first come, first served.
+    servers' hosts, one for each server, in any order; empty where not known. ``credit`` 0: partitions go first come,
+    first served.
     """
 
     workers: int = 0
