@@ -110,6 +110,38 @@ def traces(graphs: Sequence[Graph], *, origin_ns: int = 1_000_000_000, rest_ns: 
     return made
 
 
+def with_wire(told: Sequence[RankTrace], graphs: Sequence[Graph], *, rest_ns: int = 1_000_000) -> list[RankTrace]:
+    """The workers' traces of :func:`traces` with the socket calls of their messages, and that of their one server.
+
+    A message has 120 bytes of headers, and is one call at either end: a push when it holds its link, an answer as well.
+    """
+    ranks = graphs[0].info[INFO].layout.ranks
+    server = TraceBuilder(Meta(host="here", source=byteps.SERVER))
+    workers = [TraceBuilder(trace.meta) for trace in told]
+    moved = dict.fromkeys([(rank, name) for rank in ranks for name in ("push", "pull")], 0)
+    at = int(told[0].step_bounds[0, 0])
+    for graph in graphs:
+        played, arrays = replay(graph), graph.arrays()
+        ops = sorted(range(len(arrays.ids)), key=lambda i: (played.end[i], i))
+        for i in ops:
+            op = int(arrays.ids[i])
+            name, rank = graph.name_of(op), int(graph.column("rank")[op])
+            if name not in ("push", "pull"):
+                continue
+            nbytes = int(graph.column("nbytes")[op]) + 120
+            start, end = int(played.start[i]) + at, int(played.end[i]) + at
+            there, back = f"10.0.0.{rank}:1000", "10.0.1.0:2000"
+            stream = f"wire/{there}>{back}" if name == "push" else f"wire/{back}>{there}"
+            sender, receiver = (workers[rank], server) if name == "push" else (server, workers[rank])
+            more = {"nbytes": nbytes, "offset": moved[rank, name]}
+            sender.add("message", EventKind.SEND, stream, start, start + 1, None, **more)
+            receiver.add("message", EventKind.RECV, stream, start, end, None, **more)
+            moved[rank, name] += nbytes
+        at += played.makespan_ns + rest_ns
+    out = [trace.joined(builder.freeze([])) for trace, builder in zip(told, workers, strict=True)]
+    return [*out, server.freeze([])]
+
+
 def _add_rows(
     builder: TraceBuilder,
     graph: Graph,

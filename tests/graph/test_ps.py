@@ -19,7 +19,7 @@ from dpro.replay.engine import replay
 from dpro.trace import byteps
 from dpro.trace.horovod import SUBMIT, WAIT
 from dpro.trace.model import EventKind, Meta, RankTrace, Tensor, TraceBuilder
-from tests.graph.ps_jobs import FREE, column, layout, model, ps_graph, traces
+from tests.graph.ps_jobs import FREE, column, layout, model, ps_graph, traces, with_wire
 
 US, MS = 1_000, 1_000_000
 BYTES = 40_000
@@ -295,6 +295,38 @@ def test_what_was_replayed_and_captured_replays_again(graphs: list[Graph]) -> No
         assert replay(again).makespan_ns == pytest.approx(replay(graph).makespan_ns + MS, abs=5 * US)
         assert len(again.buckets) == len(graph.buckets)
         assert len(again.out_op) == len(graph.out_op)
+
+
+def test_a_server_that_was_traced_tells_when_it_had_a_push() -> None:
+    """And when it began to answer: what acknowledging takes is no link's, what it took to answer is its own."""
+    where = layout()
+    lags = {"acknowledge": 500_000.0, "ask": 100_000.0, "pull": 0.0, "sum": 70_000.0}
+    costs = model(where, SyncModel(10_000.0, 8.0), copy=SyncModel(0.0, 0.2), add=SyncModel(0.0, 0.2), lags=lags)
+    sizes = [400_000, 80_000, 300_000]
+    job = [ps_graph(sizes, 100_000, where, costs, bwd_ns=[MS] * 3, update_ns=US, skew_ns=4 * MS)] * 2
+    told = with_wire(traces(job), job)
+    graphs = assemble_steps(told)
+    for graph, alone in zip(graphs, assemble_steps(told[:2]), strict=True):
+        assert replay(graph).makespan_ns == replay(alone).makespan_ns == replay(job[0]).makespan_ns + MS
+        for rank in (0, 1):
+            for name in ("push", "pull"):
+                assert ends(graph, name, rank) == pytest.approx(ends(job[0], name, rank), abs=1), (name, rank)
+        # without the server, a push lasts until it is acknowledged
+        assert min(ends(alone, "push", 0)) == min(ends(graph, "push", 0)) + 500
+        assert graph.info[INFO].lags["acknowledge"]
+        assert min(graph.info[INFO].lags["acknowledge"]) == 500_000
+        assert "acknowledge" not in alone.info[INFO].lags
+    # worker 0 had asked when the last push came: from there to its answer, adding and the lag
+    assert min(ends(graphs[0], "summed", -1)) == pytest.approx(min(ends(job[0], "summed", -1)), abs=1)
+
+
+def test_bytes_that_fit_no_partitions_say_nothing() -> None:
+    where = layout()
+    job = [ps_graph([400_000], 100_000, where, model(where, SyncModel(10_000.0, 8.0)), bwd_ns=[MS])]
+    told = with_wire(traces(job), job)
+    told[-1].columns["nbytes"] = told[-1].columns["nbytes"] // 2  # compressed, say
+    graph, alone = assemble_steps(told)[0], assemble_steps(told[:2])[0]
+    assert column(graph, "push", "duration") == column(alone, "push", "duration")
 
 
 def test_what_a_job_of_known_costs_shows() -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from dpro.adapter import Knob
+from dpro.cli import main
 from dpro.cost.ps import MODEL
 from dpro.cost.sync import SyncModel
 from dpro.graph.assemble import assemble
 from dpro.graph.graph import Graph
 from dpro.graph.ps_ops import INFO
 from dpro.passes.tensor_partition import TensorPartition, captured, uniform
+from dpro.plan import Plan
+from dpro.planning import make_plans, pack_trace
 from dpro.replay.engine import replay
 from dpro.search.critical_path import optimize
 from dpro.search.tensor_partition import LEAST_BYTES, search
+from dpro.session import Session
+from dpro.settings import Settings
 from dpro.trace.byteps import DEFAULT_PARTITION_BYTES, PAGE_BYTES, cut, launch_bytes
+from dpro.trace.store import RunFolder
 from tests.graph.ps_jobs import layout, model, ps_graph, traces
 from tests.passes.test_tensor_partition import state
 from tests.search.graphs import ddp_graph
@@ -44,7 +53,7 @@ def test_the_best_bound_of_a_slow_link_lies_inside_the_sweep() -> None:
     assert found.candidates[0].predicted_ms == pytest.approx(best, rel=0.01)
     # the whole range, by replay: nothing is better by more than 1 %
     edit = TensorPartition()
-    for k in range(1, 120):
+    for k in range(1, 120, 3):
         mark = edit.apply(graph, uniform(graph, -(-SIZE // k)))
         assert replay(graph).makespan_ns / MS >= found.candidates[0].predicted_ms * 0.99
         graph.undo(mark)
@@ -157,3 +166,45 @@ def test_parts_that_are_too_many_are_not_tried(monkeypatch: pytest.MonkeyPatch) 
     found = search(slow_graph())
     parts = [len(cut(SIZE, n)) for c in found.candidates for n in (c.plan.partitions or {}).values()]
     assert parts and 20 <= max(parts) <= 25  # the best would be 40
+
+
+def test_the_tuner_gets_plans(tmp_path: Path) -> None:
+    """From packed traces to judged plans, of both beliefs; predictions are of the un-profiled step."""
+    where = layout(orderly=False)
+    sizes = [SIZE, 400_000, 4_000_000, 1_000_000]
+    job = ps_graph(sizes, DEFAULT_PARTITION_BYTES, where, model(where, SLOW), bwd_ns=[MS] * 4, update_ns=MS)
+    told = traces([job] * 3)
+    for trace in told:
+        step_ns = int(trace.step_ns()[0])
+        trace.meta.unprofiled_step_ns = [step_ns] * 5
+        trace.meta.extra["profiled_step_ns"] = [step_ns] * 3
+    settings = Settings(mode="suggest", runs_dir=str(tmp_path))
+    blobs, session = [pack_trace(trace) for trace in told], Session(settings, 0)
+    planned = make_plans(blobs, {Knob.PARTITIONS}, {"model": "x"}, settings, session)
+    assert planned.replayed_ms == pytest.approx(step_ns / MS)
+    assert 0 < len(planned.plans) <= settings.trials
+    for name, plan in planned.plans:
+        assert plan.partitions and plan.fingerprint == {"model": "x"}, name
+        assert plan.predicted_ms is not None and plan.baseline_ms == pytest.approx(step_ns / MS)
+        assert plan.predicted_ms < plan.baseline_ms
+    # the second belief was asked last
+    assert planned.graph is not None and planned.graph.info[MODEL].link("link/worker0>server0").latency_ns == 0
+
+
+def test_the_command_line_optimizes_a_captured_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = layout(orderly=False)
+    job = ps_graph([SIZE, 1_000_000], DEFAULT_PARTITION_BYTES, where, model(where, SLOW), bwd_ns=[MS] * 2, update_ns=MS)
+    folder = RunFolder(tmp_path / "run")
+    for trace in traces([job, job]):
+        folder.save_trace(trace.meta.rank, trace)
+    with pytest.raises(SystemExit) as ended:
+        main(["optimize", str(folder.path), "-o", str(tmp_path / "plan.json"), "--json"])
+    assert ended.value.code == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["plan"]["partitions"] == Plan.load(tmp_path / "plan.json").partitions
+    assert answer["predicted_ms"] < answer["baseline_ms"]
+    with pytest.raises(SystemExit):
+        main(["replay", str(folder.path), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["error_pct"] == pytest.approx(0, abs=1e-6)
+    assert {link["link"] for link in answer["links"]} >= {"worker0 → server0", "server0 → worker1"}

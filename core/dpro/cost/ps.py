@@ -98,9 +98,9 @@ def fit_ps(graphs: Iterable[Graph]) -> PsModel:
     if not any(one.what in ("push", "pull", "answer") for one in seen):
         raise ValueError("no partition of known size was pushed: what partitions cost is unknown")
     lags: dict[str, float] = {}
-    for what in ("out", "push", "ask", "in"):
+    for what, share in (("out", 0.5), ("push", 0.5), ("ask", 0.5), ("in", 0.5), ("acknowledge", _QUICK)):
         found = [ns for ps in known for ns in ps.lags.get(what, [])]
-        lags[what] = max(0.0, float(np.median(found))) if found else 0.0
+        lags[what] = max(0.0, float(np.quantile(found, share))) if found else 0.0
     copies = _lines(one for one in seen if one.what in ("out", "in"))
     # an addition reads and writes memory as a copy does: that much it is believed to take, what is beyond is a lag
     pace = float(np.median([line.ns_per_byte for line in copies.values()])) if copies else 0.0
@@ -142,7 +142,7 @@ def _model(
     pull = _beyond((one for one in messages if one.what == "pull"), links)
     answers = (one._replace(ns=one.ns - sums.time_ns(one.nbytes)) for one in messages if one.what == "answer")
     more = {
-        "acknowledge": _beyond((one for one in messages if one.what == "push"), links),
+        "acknowledge": lags["acknowledge"] + _beyond((one for one in messages if one.what == "push"), links),
         "pull": pull,
         "sum": max(0.0, _beyond(answers, links) - pull),
     }

@@ -92,10 +92,11 @@ class _Capture:
         if not pushed:
             traces = with_responses(traces)
         self.clock = one_clock([*traces, *servers], align)
+        servers = self.clock.traces[len(traces) :]
         if servers:
             self.clock = replace(self.clock, traces=self.clock.traces[: len(traces)])
         #: what a parameter server's workers pushed and pulled, None in a job of collectives
-        self.partitions = Partitions(self.clock.traces) if pushed else None
+        self.partitions = Partitions(self.clock.traces, servers) if pushed else None
         #: names that are ops of their own, the same on all ranks so that their graphs are alike
         self.names: set[str] = set().union(*map(costly_names, traces))
         self.shared = match_collectives(self.clock.traces)

@@ -26,6 +26,7 @@ from dpro.graph.graph import Graph, OpKind
 from dpro.graph.ps_layout import layout_of
 from dpro.graph.ps_ops import INFO, Added, Key, Part, Ps, add_ops, last_pushes, resources
 from dpro.graph.ps_pace import QUICK, Message, link_pace, pace
+from dpro.graph.ps_wire import with_servers
 from dpro.trace import byteps
 from dpro.trace.byteps import COPY_IN, COPY_OUT, PULL, PUSH
 from dpro.trace.model import RankTrace
@@ -77,9 +78,9 @@ def read_parts(trace: RankTrace) -> tuple[list[Part], int]:
 
 
 class Partitions:
-    """The partitions of a capture, step by step. ``traces``: the workers', on one clock."""
+    """The partitions of a capture, step by step. ``traces``: the workers', all on one clock with the ``servers``'."""
 
-    def __init__(self, traces: Sequence[RankTrace]) -> None:
+    def __init__(self, traces: Sequence[RankTrace], servers: Sequence[RankTrace] = ()) -> None:
         self.traces = traces
         self.warnings: list[str] = []
         self._steps: dict[int, list[list[Part]]] = {}  # per worker
@@ -87,16 +88,18 @@ class Partitions:
         sizes: dict[Key, int] = {}
         ranks = [t.meta.rank if t.meta.rank >= 0 else i for i, t in enumerate(traces)]
         for worker, trace in enumerate(traces):
-            parts, lost = read_parts(trace)
+            read, lost = read_parts(trace)
             if lost:
                 self.warnings.append(f"rank {ranks[worker]}: {lost} push(es) without a pull left out")
-            steps = trace.step_at(np.array([part.out[0] for part in parts], dtype=np.int64)).tolist()
-            for step, part in zip(steps, parts, strict=True):
+            steps = trace.step_at(np.array([part.out[0] for part in read], dtype=np.int64)).tolist()
+            for step, part in zip(steps, read, strict=True):
                 self._steps.setdefault(step, [[] for _ in traces])[worker].append(part)
                 self._bounds[part.tensor] = max(self._bounds.get(part.tensor, 1), part.nbytes)
                 sizes[part.key] = max(0, part.nbytes)
         self._steps.pop(-1, None)
         self._layout = layout_of(traces, ranks, sizes)
+        for step, parts in self._steps.items() if servers else ():
+            self._steps[step] = with_servers(parts, traces, servers, self._layout)
         self._messages = self._find_messages()
         paces = {link: link_pace(messages) for link, messages in self._messages.items()}
         self._told = {link: found for link, found in paces.items() if found is not None}
@@ -236,5 +239,5 @@ class Partitions:
 
 def _within(part: Part, limit: int) -> Part:
     """The part with no stage after its gradient was needed (rows of two clocks, or read late)."""
-    stages = [(min(start, limit), min(end, limit)) for start, end in part[3:]]
-    return Part(*part[:3], *stages)
+    out, push, pull, back = ((min(start, limit), min(end, limit)) for start, end in part.stages)
+    return part._replace(out=out, push=push, pull=pull, back=back)

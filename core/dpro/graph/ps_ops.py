@@ -33,7 +33,11 @@ Key = tuple[int, int]
 
 
 class Part(NamedTuple):
-    """One partition of a gradient on one worker in one round: its stages, ns. ``nbytes`` -1: unknown."""
+    """One partition of a gradient on one worker in one round: its stages, ns. ``nbytes`` -1: unknown.
+
+    A push ends with its acknowledgement; where the server tells, when that had it, and ``acknowledged`` is the former.
+    ``sent``: when the server began to send the sum. 0: not told.
+    """
 
     tensor: int
     number: int
@@ -42,10 +46,16 @@ class Part(NamedTuple):
     push: Span
     pull: Span
     back: Span
+    acknowledged: int = 0
+    sent: int = 0
 
     @property
     def key(self) -> Key:
         return self.tensor, self.number
+
+    @property
+    def stages(self) -> tuple[Span, Span, Span, Span]:
+        return self.out, self.push, self.pull, self.back
 
 
 class Seen(NamedTuple):
@@ -68,7 +78,7 @@ class Ps:
     """What later floors need to know. ``bounds``: bytes of a partition, at most, by tensor; ``paces`` of links.
 
     ``lags``: ns until an idle thread takes up what is to be copied "out", pushed ("push"), asked for ("ask"), copied
-    "in".
+    "in"; and where the server tells, until a push that it has is acknowledged ("acknowledge").
     """
 
     layout: Layout
@@ -202,7 +212,7 @@ class _Step:
             (span[1], stage, worker, part)
             for worker, mine in enumerate(self.parts)
             for part in mine
-            for stage, span in enumerate(part[3:])
+            for stage, span in enumerate(part.stages)
         ]
         turns.sort(key=lambda turn: (*turn[:3], turn[3].key))
         stages = self._copy_out, self._push, self._pull, self._copy_in
@@ -289,7 +299,9 @@ class _Step:
         queued = free > max(arrived, at)
         what = "answer" if arrived < last and not queued else "pull"
         self._saw(what, back, part, end - max(free, arrived, last), queued)
-        self.known.lags.setdefault("ask", []).append(asked - ready)
+        self.known.lags.setdefault("ask", []).append(asked - (part.acknowledged or ready))
+        if part.acknowledged:
+            self.known.lags.setdefault("acknowledge", []).append(part.acknowledged - ready)
         self.latest[worker, part.key] = op
 
     def _copy_in(self, worker: int, part: Part) -> None:
@@ -363,7 +375,9 @@ class _Step:
         for worker, part in self.members[key]:
             there, back = self.layout.links[worker, self.layout.server(*key)]
             asked = max(part.pull[0], self._held_up(there, part.pull[0])) if self.layout.orderly else part.pull[0]
-            if asked < last and back in self.paces and part.nbytes > 0:
+            if asked < last and part.sent:
+                found.append(part.sent)
+            elif asked < last and back in self.paces and part.nbytes > 0:
                 found.append(part.pull[1] - round(self._most(back, part)))
         return min(found, default=None)
 
