@@ -18,6 +18,8 @@ class Knob(Enum):
     BATCHED_COPY = "batched_copy"  # DDP: gradients copied into their bucket together
     GROUPS = "groups"  # Horovod: explicit tensor groups
     PARTITIONS = "partitions"  # BytePS: into what parts each gradient is cut
+    PARTITION_BOUND = "partition_bound"  # BytePS: one bound for all gradients
+    PARTITION_BYTES = "partition_bytes"  # the same, read when a job starts
     CYCLE_TIME = "cycle_time"  # Horovod: how often its thread goes round; read when a job starts
     COMPILE_REGIONS = "compile_regions"  # Keras: layers that XLA compiles
 

@@ -219,6 +219,7 @@ def optimize(
     # what a plan for the library that was seen can hold
     horovods = {Knob.GROUPS, Knob.CYCLE_TIME}
     knobs = knobs & horovods if graph.info.get("negotiated") else knobs - horovods
+    knobs.discard(Knob.PARTITIONS)  # BytePS has one bound for all gradients
     inform(graph, traces)
     found = search(graph, knobs=knobs, fingerprint=_fingerprint(traces))
     best = next(iter([*found.candidates, *found.at_start]), None)

@@ -131,6 +131,47 @@ def test_faster_links_shorten_what_links_did_and_nothing_else() -> None:
     assert replay(graph).makespan_ns >= (230 + 292) * US
 
 
+def engine_trace(rank: int, parts: dict[tuple[int, int], Stages], handed_in: int) -> RankTrace:
+    """The same of a framework that runs a graph: an op of its own hands each gradient in, on a second thread."""
+    builder = TraceBuilder(Meta(rank=rank, world_size=2, host="here"))
+
+    def add(name: str, kind: EventKind, start: int, end: int, resource: str = "cpu/1", **more: int) -> None:
+        builder.add(name, kind, resource, start * US, end * US, None, **more)
+
+    add("mm", EventKind.CPU_OP, 0, handed_in)
+    add("mm_backward", EventKind.CPU_OP, handed_in, handed_in + 10)
+    add("update", EventKind.CPU_OP, 710, 900)
+    for tensor in (0, 1):
+        at = handed_in + 10 * tensor
+        add(f"push{tensor}", EventKind.CPU_OP, at, at + 2, "cpu/2")
+        add(SUBMIT, EventKind.ANNOTATION, at, at + 2, "cpu/2", tensor=tensor)
+        add(WAIT, EventKind.ANNOTATION, at + 2, 710, tensor=tensor)
+    for (tensor, number), stages in parts.items():
+        for name, (start, end) in zip(byteps.ROWS.values(), stages, strict=True):
+            add(name, EventKind.ANNOTATION, start, end, tensor=tensor, flow=number, nbytes=BYTES)
+    made = builder.freeze([(0, 1000 * US)])
+    made.tensors = [Tensor("p0", (20_000,), "float32", 80_000, 0), Tensor("p1", (10_000,), "float32", 40_000, 1)]
+    needs = {"mm_backward": ["mm"], "push0": ["mm"], "push1": ["mm_backward"], "update": ["push0", "push1"]}
+    made.meta.extra.update({"dataflow": needs, byteps.SETTINGS: {"hash_fn": "naive", "partition_bytes": 40_960}})
+    return made
+
+
+def test_a_framework_that_runs_a_graph() -> None:
+    """Its ops have dependencies in place of a thread's order; what lies between a gradient and its use is the same."""
+    graph = assemble([engine_trace(0, FIRST, 100), engine_trace(1, SECOND, 200)])
+    assert replay(graph).makespan_ns == 1000 * US
+    assert sorted(ends(graph, "pull", 0)) == [430, 530, 700]
+    assert len(graph.out_op) == len(graph.in_op) == 4
+    assert captured(graph) == ((0,), (1,))
+    # what uses both gradients begins 3 us after the later one was copied in, whenever that is
+    names = graph.name_table
+    pulls = [op for op, name in enumerate(graph.column("name").tolist()) if names[name] == "pull"]
+    graph.scale(np.array(pulls), 0.5)
+    over = max(ends(graph, "pulled", 0) + ends(graph, "pulled", 1))
+    assert over < 707
+    assert replay(graph).makespan_ns == pytest.approx((over + 3 + 190 + 100) * US, abs=US)
+
+
 def test_orderly_questions_wait_for_the_pushes_before_them() -> None:
     """Worker 0 asked for the first part at 230 with two pushes under way until 425: its pull began before."""
     graph = assemble(both())

@@ -251,7 +251,7 @@ def column_of_parts(graph: Graph, cuts: Cuts) -> Sequence[int]:
 
 
 def test_it_is_found_by_name() -> None:
-    assert registry.find("tensor_partition").knobs == {Knob.PARTITIONS}
+    assert registry.find("tensor_partition").knobs >= {Knob.PARTITIONS, Knob.PARTITION_BOUND}
 
 
 def test_a_gradient_that_nobody_waits_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,9 @@ from dpro.passes.tensor_partition import TensorPartition, captured, uniform
 from dpro.plan import Plan
 from dpro.planning import make_plans, pack_trace
 from dpro.replay.engine import replay
-from dpro.search.critical_path import optimize
-from dpro.search.tensor_partition import LEAST_BYTES, search
+from dpro.search import tensor_partition
+from dpro.search.critical_path import SearchResult, optimize
+from dpro.search.tensor_partition import LEAST_BYTES
 from dpro.session import Session
 from dpro.settings import Settings
 from dpro.trace.byteps import DEFAULT_PARTITION_BYTES, PAGE_BYTES, cut, launch_bytes
@@ -29,9 +31,14 @@ from tests.passes.test_tensor_partition import state
 from tests.search.graphs import ddp_graph
 
 MS = 1_000_000
+EACH, ONE, START = Knob.PARTITIONS, Knob.PARTITION_BOUND, Knob.PARTITION_BYTES
 #: 200 Mbit/s and 1 ms for a message
 SLOW = SyncModel(latency_ns=1 * MS, ns_per_byte=40.0)
 SIZE = 40_000_000
+
+
+def search(graph: Graph, *knobs: Knob, **more: Any) -> SearchResult:
+    return tensor_partition.search(graph, knobs={*knobs} or {EACH}, **more)
 
 
 def slow_graph(sizes: tuple[int, ...] = (SIZE,), *, orderly: bool = False, **more: object) -> Graph:
@@ -134,11 +141,18 @@ def test_out_of_time_there_is_still_a_baseline() -> None:
 
 
 def test_knobs_and_jobs_decide_what_is_searched() -> None:
-    graph = slow_graph()
-    assert optimize(graph, knobs={Knob.PARTITIONS}).candidates == search(graph).candidates
+    graph = slow_graph((SIZE, 3_000_000))
+    assert optimize(graph, knobs={EACH}).candidates == search(graph).candidates
+    single = search(graph, ONE)
+    assert all(len(set((c.plan.partitions or {}).values())) == 1 for c in single.candidates)
+    assert all(set(c.plan.partitions or {}) == {"p0", "p1"} for c in single.candidates)
+    assert len(single.candidates) > 1 and single.at_start == []
+    started = optimize(graph, knobs={START})
+    assert (started.candidates, started.at_start) == ([], single.candidates[:1])
+    assert optimize(graph, knobs={START, ONE}).at_start == []
     assert optimize(graph, knobs={Knob.GROUPS, Knob.BUCKET_LIST}).stopped == "no knob that this search can turn"
     ddp = ddp_graph([100], 10, [10])
-    assert optimize(ddp, knobs={Knob.PARTITIONS}).stopped == "no knob that this search can turn"
+    assert optimize(ddp, knobs={EACH}).stopped == "no knob that this search can turn"
     assert search(ddp).stopped == "no gradients are pushed to a server"
     del graph.info[MODEL]  # a graph by hand has seen nothing
     assert "unknown" in search(graph).stopped

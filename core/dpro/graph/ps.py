@@ -122,6 +122,10 @@ class Partitions:
                 run = DraftOp("push_pull", OpKind.LOCAL, CHANNEL, start, end, 0, [handed_in], tensor=tensor)
                 if first_in is not None:
                     first_in.after(run)
+                    if (
+                        not first_in.resource
+                    ):  # nobody has to come by: what then passes is a queue's, or of other gradients
+                        first_in.start = first_in.end = end
                 local.ops.append(run)
                 local.buckets.append(DraftBucket([tensor], handed_in, first_in, run))
                 made.add(id(run))

@@ -38,7 +38,7 @@ class TensorPartition:
     """Cut gradients anew. A candidate is :data:`Cuts`; tensors that it does not name stay as they are."""
 
     name = "tensor_partition"
-    knobs = frozenset({Knob.PARTITIONS})
+    knobs = frozenset({Knob.PARTITIONS, Knob.PARTITION_BOUND, Knob.PARTITION_BYTES})
 
     def candidates(self, graph: Graph) -> Iterator[Cuts]:
         """One bound for all, without repeats: BytePS's own, and a few others."""

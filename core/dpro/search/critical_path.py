@@ -37,6 +37,8 @@ from dpro.search.tensor_fusion import Cuts, best_cuts, neighbours
 
 #: Any of them lets it be changed what is synchronised together.
 FUSION = frozenset({Knob.BUCKET_LIST, Knob.BUCKET_CAP, Knob.GROUPS})
+#: The same of how gradients are cut.
+PARTITION = frozenset({Knob.PARTITIONS, Knob.PARTITION_BOUND, Knob.PARTITION_BYTES})
 #: Replays granted to the dynamic programme's proposals, and to each round of hill climbing.
 JUDGED_PROPOSALS = 50
 JUDGED_NEIGHBOURS = 16
@@ -68,7 +70,8 @@ class SearchResult:
 
     ``candidates``: best first (a list of caps only counts as better than a uniform cap by 0.1 % or more), all
     faster than the baseline, unlike each other; may be empty. ``at_start``: what can be put
-    in force only when a job is started (:attr:`Knob.CYCLE_TIME`), best first; with groups only what beats them all.
+    in force only when a job is started (:attr:`Knob.CYCLE_TIME`, :attr:`Knob.PARTITION_BYTES`), best first; with groups
+    only what beats them all.
     """
 
     baseline_ms: float
@@ -103,14 +106,14 @@ def optimize(
     contention then). If it knows of contention and the graph is a captured one, host ops are first relieved
     of what the captured buckets cost them.
 
-    A parameter server job (``graph.info["ps"]``) has no buckets: with :attr:`Knob.PARTITIONS` its partitions are
-    searched (:mod:`dpro.search.tensor_partition`), and nothing else.
+    A parameter server job (``graph.info["ps"]``) has no buckets: its partitions are searched
+    (:mod:`dpro.search.tensor_partition`), and nothing else.
     """
     began = time.monotonic()
-    if Knob.PARTITIONS in knobs and INFO in graph.info:
+    if INFO in graph.info and knobs & PARTITION:
         from dpro.search.tensor_partition import search
 
-        return search(graph, fingerprint=fingerprint, time_budget_s=time_budget_s, top=top)
+        return search(graph, knobs=knobs, fingerprint=fingerprint, time_budget_s=time_budget_s, top=top)
     nothing = _nothing_to_do(graph, knobs)
     if nothing:
         baseline_ms = replay(graph).makespan_ns / 1e6

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dpro.adapter import Knob
 from dpro.cost.ps import MODEL, PsModel, best_parts, fit_ps
 from dpro.cost.sync import SyncModel
 from dpro.graph.graph import Graph
@@ -104,14 +105,20 @@ class _Judge:
 
 
 def search(
-    graph: Graph, *, fingerprint: dict[str, str] | None = None, time_budget_s: float = 10.0, top: int = 3
+    graph: Graph,
+    *,
+    knobs: set[Knob],
+    fingerprint: dict[str, str] | None = None,
+    time_budget_s: float = 10.0,
+    top: int = 3,
 ) -> SearchResult:
     """Find the partitions that make the replayed step shortest.
 
-    Returns up to ``top`` plans that differ: the best one, the best with one bound for all gradients (which a job can
-    also be started with, :func:`dpro.trace.byteps.launch_bytes`), and further bounds within 3 % of the best. The
-    baseline is the replay of the captured partitions under the same cost model, ``graph.info["ps_model"]``; without
-    one it is fitted to the graph's own.
+    Returns up to ``top`` plans that differ: the best one, the best with one bound for all gradients, and further
+    bounds within 3 % of the best. Without :attr:`Knob.PARTITIONS` all have one bound; with :attr:`Knob.PARTITION_BYTES`
+    alone the best is for a job that is started anew (:func:`dpro.trace.byteps.launch_bytes`). The baseline is the
+    replay of the captured partitions under the same cost model, ``graph.info["ps_model"]``; without one it is fitted
+    to the graph's own.
     """
     began = time.monotonic()
     why = _nothing_to_do(graph)
@@ -126,7 +133,8 @@ def search(
         judge.rebase(captured(graph))
         baseline = judge.judge(captured(graph))
         _sweep(judge)
-        _one_by_one(judge)
+        if Knob.PARTITIONS in knobs:
+            _one_by_one(judge)
         stopped = "time budget" if judge.out_of_time() else "no improvement left"
         found = [_candidate(graph, v, baseline, fingerprint or {}) for v in _choose(judge, baseline, top)]
     finally:
@@ -134,9 +142,11 @@ def search(
         graph.info[MODEL] = known
         if known is None:
             del graph.info[MODEL]
+    running = bool(knobs & {Knob.PARTITIONS, Knob.PARTITION_BOUND})
     return SearchResult(
         baseline_ms=baseline.step_ns / 1e6,
-        candidates=found,
+        candidates=found if running else [],
+        at_start=[] if running else found[:1],
         evaluations=judge.evaluations,
         seconds=time.monotonic() - began,
         stopped=stopped,
@@ -269,9 +279,9 @@ def _choose(judge: _Judge, baseline: _Verdict, top: int) -> list[_Verdict]:
 
 
 def _unlike(one: _Verdict, other: _Verdict) -> bool:
-    """Single bounds if one is half as large again as the other; a bound and cuts by tensor if the step differs."""
+    """Single bounds if one is twice as large as the other; a bound and cuts by tensor if the step differs."""
     if one.bound and other.bound:
-        return max(one.bound, other.bound) >= 1.5 * min(one.bound, other.bound)
+        return max(one.bound, other.bound) >= 2 * min(one.bound, other.bound)
     return abs(one.step_ns - other.step_ns) > SAME * other.step_ns and bool(one.bound) != bool(other.bound)
 
 
