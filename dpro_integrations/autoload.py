@@ -113,11 +113,18 @@ def _attach_mxnet(module: ModuleType) -> None:
     mxnet_autoload.attach(module)
 
 
+def _attach_mxnet_byteps(module: ModuleType) -> None:
+    from dpro_integrations import mxnet_autoload
+
+    mxnet_autoload.attach_byteps(module)
+
+
 _TARGETS = {
     "torch.nn.parallel.distributed": _attach,
     "horovod.torch.optimizer": _attach_horovod,
     "horovod._keras": _attach_keras,
     "horovod.mxnet": _attach_mxnet,
+    "byteps.mxnet": _attach_mxnet_byteps,
 }
 
 if active():  # the .pth file knows fewer words for "off" than we do

@@ -28,7 +28,10 @@ from dpro_integrations.horovod_start import started_with
 from dpro_integrations.mxnet_steps import Steps
 
 #: What makes trainers -> what tunes them: a module with ``place``, ``meet``, ``patience``, ``adapter``, ``MODULES``.
-_LIBRARIES = {"horovod.mxnet": "dpro_integrations.mxnet_horovod"}
+_LIBRARIES = {
+    "horovod.mxnet": "dpro_integrations.mxnet_horovod",
+    "byteps.mxnet": "dpro_integrations.mxnet_byteps",
+}
 #: Trainers that have or had a tuner. Weak on both sides: neither may live on because it was tuned once.
 _tuned: weakref.WeakKeyDictionary[Any, weakref.ref[Tuner]] = weakref.WeakKeyDictionary()
 _count = 0
@@ -59,7 +62,7 @@ def library(trainer: Any) -> Any:
     for kind in type(trainer).__mro__:
         if name := _LIBRARIES.get(kind.__module__):
             return importlib.import_module(name)
-    raise DproError("this trainer was not made by hvd.DistributedTrainer")
+    raise DproError("this trainer was not made by hvd.DistributedTrainer or bps.DistributedTrainer")
 
 
 def make_tuner(

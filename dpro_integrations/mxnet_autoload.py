@@ -29,15 +29,27 @@ def attach(module: ModuleType) -> None:
     watch_first(module.DistributedTrainer, _Watch)
 
 
+def attach_byteps(module: ModuleType) -> None:
+    """The same for BytePS.
+
+    Args:
+        module: ``byteps.mxnet``.
+    """
+    from dpro_integrations import mxnet_profiler
+
+    mxnet_profiler.watch()
+    watch_first(module.DistributedTrainer, _BytePSWatch)
+
+
 class _Watch(Watch):
     another = "the job has two Horovod trainers; give one to dpro_integrations.mxnet.autotune()"
 
     def __init__(self, trainer: Any, restore: Callable[[], None]) -> None:
-        from dpro_integrations import mxnet_horovod
+        from dpro_integrations.mxnet import library
         from dpro_integrations.mxnet_steps import Steps
 
         super().__init__(trainer, restore)
-        self._steps = Steps(trainer, self._stepped, self._ending, mxnet_horovod.MODULES)
+        self._steps = Steps(trainer, self._stepped, self._ending, library(trainer).MODULES)
 
     @staticmethod
     def say(reason: str | BaseException) -> None:
@@ -62,3 +74,14 @@ class _Watch(Watch):
 
         self._steps.stop()
         mxnet_profiler.unwatch()
+
+
+class _BytePSWatch(_Watch):
+    another = "the job has two BytePS trainers; give one to dpro_integrations.mxnet.autotune()"
+
+    @staticmethod
+    def say(reason: str | BaseException) -> None:
+        from dpro_integrations.base import step_aside
+
+        rank = os.environ.get("DMLC_WORKER_ID", "0")
+        step_aside(reason, int(rank) if rank.isdecimal() else 0)

@@ -33,6 +33,12 @@ from dpro_integrations.mxnet_steps import reduced
 MOST_BOUNDS = 4
 #: ``uint32_t BytePSGlobal::_partition_bytes``
 _SYMBOL = "_ZN6byteps6common12BytePSGlobal16_partition_bytesE"
+#: ``unsigned int next_key_``
+_COUNTER = "_ZN6byteps6common9next_key_E"
+#: BytePS has 2^16 numbers; the upper half is for names of dpro's: gradients of so many at most, then meetings.
+FIRST_NUMBER = 1 << 15
+MOST_GRADIENTS = 4096
+MEETING_NUMBER = FIRST_NUMBER + MOST_BOUNDS * MOST_GRADIENTS
 _PUSH = "byteps_mxnet_push_pull_async"
 _PREFIX = b"gradient_"
 _made = 0
@@ -42,6 +48,11 @@ def reduces_as_stock(trainer: Any) -> bool:
     """Whether ``trainer`` reduces by the method of BytePS' own class (on the object or in a subclass is another)."""
     own = bps.DistributedTrainer._allreduce_grads
     return type(trainer)._allreduce_grads is own and "_allreduce_grads" not in vars(trainer)
+
+
+def is_traced() -> bool:
+    """Whether BytePS records its stages."""
+    return os.environ.get("BYTEPS_TRACE_ON", "0") not in ("", "0")
 
 
 def job_bound() -> int:
@@ -72,19 +83,38 @@ def why_not() -> str:
     """One clause: why bounds can't be changed in this process ('' if they can)."""
     if others := sorted({"byteps.tensorflow", "byteps.torch"} & sys.modules.keys()):
         return f"{others[0]} is loaded as well, and it can't be told which of the two has the bound"
-    if os.environ.get("BYTEPS_TRACE_ON", "0") not in ("", "0"):
-        return "BYTEPS_TRACE_ON is set, with which BytePS can crash where tensors have many parts"
     if os.environ.get("BYTEPS_ENABLE_ASYNC", "0") not in ("", "0"):
         return "the job is asynchronous"
     if bps.local_size() > 1:
         return "several processes share a worker"
     try:
         now, expected = bound_in_force(), job_bound()
+        counted = int(ctypes.c_uint32.in_dll(ops.MXNET_LIB_CTYPES, _COUNTER).value)
     except ValueError as error:
         return str(error)
+    if counted > FIRST_NUMBER:
+        return f"the job has more than {FIRST_NUMBER} tensors"
     if now != expected:
         return f"BytePS' bound reads {now}, not {expected} as its environment says"
     return ""
+
+
+def declare(name: str, number: int) -> None:
+    """Declare ``name`` with a number of dpro's own, from :data:`FIRST_NUMBER` on; those of the job go on as they were.
+
+    Workers know a tensor by its number, which BytePS counts up: one that declares less than the others would mix up
+    all that are declared later. So nothing of dpro's is counted.
+
+    Raises:
+        ValueError: this build of BytePS does not export what counts, or the job has as many tensors.
+    """
+    counter = ctypes.c_uint32.in_dll(ops.MXNET_LIB_CTYPES, _COUNTER)
+    if counter.value >= FIRST_NUMBER:
+        raise ValueError(f"the job has more than {FIRST_NUMBER} tensors")
+    own, counter.value = counter.value, number
+    # (byteps_declare_tensor() takes what a void function leaves behind for an error code)
+    ops.MXNET_LIB_CTYPES.byteps_mxnet_declare_tensor(c_str(name), ctypes.c_int(0), None, None)
+    counter.value = own
 
 
 class Partitions:
@@ -134,8 +164,8 @@ class Partitions:
     def clear(self) -> None:
         """Back to the job's bound and names.
 
-        Where :meth:`set` failed its names are declared now: a later name has the same number on all workers only if
-        so many were declared before.
+        Where :meth:`set` failed its names are declared now: they have been on the other workers, and those of the next
+        bound must have the same ones everywhere.
         """
         wanted, self._wanted = self._wanted, 0
         if wanted:
@@ -158,10 +188,9 @@ class Partitions:
             return
         _made += 1
         suffix = self._suffixes[bound] = f"~{_made}"
+        first = FIRST_NUMBER + (_made - 1) * MOST_GRADIENTS
         for place, _ in reduced(self._trainer):
-            name = f"{_PREFIX.decode()}{place}{suffix}"
-            # not byteps_declare_tensor(), which takes a void function's return value for an error code
-            ops.MXNET_LIB_CTYPES.byteps_mxnet_declare_tensor(c_str(name), ctypes.c_int(0), None, None)
+            declare(f"{_PREFIX.decode()}{place}{suffix}", first + place)
 
     def _allreduce_grads(self) -> None:
         """As the trainer does it, under the names of the bound in force."""
@@ -195,11 +224,12 @@ class Partitions:
     def _jobs_own(self) -> Iterator[None]:
         """The job's bound, with nothing else on its way."""
         mx.nd.waitall()
-        _global().value = self._own
+        bound = _global()
+        others, bound.value = bound.value, self._own
         try:
             yield
         finally:
-            _global().value = self._now
+            bound.value = others
 
 
 class _Everything:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 from typing import Any
 
 import byteps.mxnet as bps
@@ -15,6 +16,7 @@ from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro_integrations.mxnet_byteps import BytePSMXNetAdapter
 from tests.frameworks.byteps import mxnet_job, sums
+from tests.frameworks.launch import QUICK
 
 #: Four times as many parts as the job's own bound makes, and (nearly) one for each gradient.
 SMALL, LARGE = sums.PARTITION_BYTES // 4, sums.PARTITION_BYTES * 2
@@ -207,3 +209,59 @@ def one_rank_fails() -> dict[str, Any]:
         byteps_push_pull(later, name="later", is_average=False)
         wrong += [said for said in [sums.judge(later.asnumpy(), at, bps.size())] if said]
     return {"failed": failed, "wrong": wrong}
+
+
+def meeting(absent: bool = False) -> dict[str, Any]:
+    """Two meetings one after the other; ``absent``: rank 1 does not come to the first, and trains on."""
+    from dpro.errors import DproError
+    from dpro_integrations import mxnet_byteps
+
+    met: list[Any] = []
+    error = ""
+    if absent:
+        os.environ["DPRO_TIMEOUT_S"] = "3"
+    for tag in "12":
+        if absent and (bps.rank() == 1 or tag == "2"):
+            continue
+        try:
+            exchange = mxnet_byteps.meet(tag)
+            exchange.post("place", str(bps.rank()).encode())
+            met.append([blob.decode() for blob in exchange.collect("place", 10.0)] if bps.rank() == 0 else [])
+            met.append(exchange.agree("who", str(bps.rank())) if bps.rank() == 0 else exchange.wait("who", 10.0))
+        except DproError as trouble:
+            error = str(trouble)
+    return {"met": met, "error": error, "weights": train(plans=False)["weights"]}
+
+
+def tuned(plan: bool, kept: bool, runs: str, steps: int = 50) -> dict[str, Any]:
+    """A plain loop with one line more. ``kept``: the verdict, whatever the clock says."""
+    import dpro.tuner
+    from dpro.verdict import Comparison
+    from dpro_integrations import mxnet as dpro_mxnet
+
+    os.environ.update(QUICK, DPRO_RUNS_DIR=runs)
+    dpro.tuner.compare = lambda *_: Comparison(0.9 if kept else 1.1, 0.0, kept)
+    mx.random.seed(1)
+    net = mxnet_job.network()
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": RATE, "momentum": 0.9})
+    before = attached(trainer)
+    tuner = dpro_mxnet.autotune(trainer, plan=plan_of(adapter(trainer), SMALL) if plan else None)
+    x, y = mxnet_job.data()
+    loss = gluon.loss.L2Loss()
+    bounds = []
+    for step in range(steps):
+        at = step % len(x)
+        with autograd.record():
+            error = loss(net(mx.nd.array(x[at, bps.rank()])), mx.nd.array(y[at, bps.rank()]))
+        error.backward()
+        trainer.step(x.shape[2])
+        error.asnumpy()
+        bounds.append(attached(trainer)[1])
+    told = {"weights": digest(net), "bounds": bounds, "tuner": tuner is not None}
+    if tuner is not None:
+        tuner.close()
+        assert tuner.outcome is not None
+        told |= {"verdict": tuner.outcome.verdict.name, "reason": tuner.outcome.reason}
+    return told | {"left": attached(trainer) == before, "under": attached(trainer)[1]}

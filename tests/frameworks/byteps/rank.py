@@ -18,7 +18,9 @@ def main() -> None:
     bps.init()
     module, _, function = target.partition(":")
     value = getattr(importlib.import_module(module), function)(**json.loads(arguments))
-    (Path(folder) / f"{bps.rank()}.json").write_text(json.dumps(value))
+    file = Path(folder) / f"{bps.rank()}.json"
+    file.with_suffix(".part").write_text(json.dumps(value))
+    file.with_suffix(".part").rename(file)  # who waits for it finds it whole
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,47 @@ def test_an_apply_that_fails_on_one_rank_leaves_all_alike(tmp_path: Path) -> Non
     told = run("one_rank_fails", tmp_path)
     assert [one["failed"] for one in told] == ["", "on purpose"]
     assert all(one["wrong"] == [] for one in told)
+
+
+def test_ranks_meet_at_a_store_that_byteps_tells_them_of(tmp_path: Path) -> None:
+    told = run("meeting", tmp_path / "met")
+    assert [one["met"] for one in told] == [[["0", "1"], "0"] * 2, [[], "0"] * 2]
+    assert told[0]["error"] == ""
+
+
+def test_a_rank_that_does_not_come_costs_the_tuning_alone(tmp_path: Path) -> None:
+    """What the job trains to is right; it has to be ended, since BytePS' own shutdown waits for what nobody answers."""
+    alone = run("train", tmp_path / "alone", plans=False)
+    folder = tmp_path / "absent"
+    folder.mkdir()
+    with Testbed(2, loopback=True) as bed:
+        begin(bed, "rank", folder, f"{JOBS}:meeting", json.dumps({"absent": True}))
+        deadline = time.monotonic() + 60
+        while len(list(folder.glob("?.json"))) < 2:
+            assert time.monotonic() < deadline, "the job hangs"
+            time.sleep(0.1)
+    told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [one["met"] for one in told] == [[], []]
+    assert told[0]["error"] == "the ranks can't meet for tuning: not all ranks came within 3 s"
+    assert [one["weights"] for one in told] == [one["weights"] for one in alone]
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "rolled back"])
+def test_a_given_plan_is_verified_in_the_running_job(kept: bool, tmp_path: Path) -> None:
+    """Weights are those of a job without dpro; the bound in force is the plan's at some steps and, kept, at the end."""
+    runs = str(tmp_path / "runs")
+    with_plan = run("tuned", tmp_path / "with", plan=True, kept=kept, runs=runs)
+    alone = run("train", tmp_path / "alone", plans=False)
+    for one, other in zip(with_plan, alone, strict=True):
+        assert one["verdict"] == ("KEPT" if kept else "ROLLED_BACK")
+        assert one["weights"] == other["weights"]
+        assert set(one["bounds"]) == {16384, 65536}
+        assert one["bounds"] == with_plan[0]["bounds"]
+        assert one["left"] == (not kept) and one["under"] == (16384 if kept else 65536)
+
+
+def test_without_a_plan_and_a_trace_the_settings_are_left_alone(tmp_path: Path) -> None:
+    told = run("tuned", tmp_path / "with", plan=False, kept=True, runs=str(tmp_path / "runs"))
+    for one in told:
+        assert one["verdict"] == "STEPPED_ASIDE" and "BYTEPS_TRACE_ON" in one["reason"]
+        assert one["left"] and set(one["bounds"]) == {65536}
