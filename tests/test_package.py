@@ -19,7 +19,7 @@ FRAMEWORKS = ["torch", "lightning", "pytorch_lightning", "tensorflow", "keras", 
 INTEGRATIONS = sorted(
     p.stem
     for p in (ROOT / "dpro_integrations").glob("*.py")
-    if p.stem == "horovod_autoload" or not p.stem.startswith(("_", "torch_", "horovod_"))
+    if p.stem.endswith("_autoload") or not p.stem.startswith(("_", "torch_", "horovod_", "keras", "mxnet"))
 )
 
 
