@@ -1,8 +1,9 @@
 """MXNet's profiler, of which a process has one: what the job does with it, and lending it to a capture.
 
-MXNet does not say whether its profiler runs, nor how it is configured, so that the job's calls are noted, from
-:func:`watch` on (which is called when ``dpro_integrations.mxnet`` is imported, or at activation by environment). The
-job has the right of way: whatever it asks of the profiler while a capture has it ends the capture first.
+MXNet has no call that says whether its profiler runs: that is read off the profiler itself (1.9; :func:`_state`). Nor
+does it say how it is configured, so that the job's calls are noted, from :func:`watch` on (which is called when
+``dpro_integrations.mxnet`` is imported, or at activation by environment). The job has the right of way: whatever it
+asks of the profiler while a capture has it ends the capture first.
 
 MXNet 1.9 writes the head of its file once per process, and every later file without: no JSON. A capture takes the head
 away from the first profile of the job's own, so that it is put back there (:func:`mend`).
@@ -11,13 +12,16 @@ away from the first profile of the job's own, so that it is put back there (:fun
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mxnet import profiler
+from mxnet.base import _LIB
 
 #: As a process starts (``src/profiler/profiler.h``, Profiler's members).
 _INITIAL: dict[str, Any] = {
@@ -50,6 +54,8 @@ class _Ledger:
         #: records of the head that a capture has taken, until the job's own file has them
         self.head = ""
         self.give_way: Callable[[], None] | None = None
+        #: whether anybody still asks
+        self.wanted = False
         self.originals: dict[str, Callable[..., Any]] = {}
         self.wrappers: dict[str, Callable[..., Any]] = {}
 
@@ -60,6 +66,7 @@ _ledger = _Ledger()
 def watch() -> None:
     """Note the job's calls from now on. Safe to call twice."""
     ledger = _ledger
+    ledger.wanted = True
     if ledger.originals:
         return
     for name in _FUNCTIONS:
@@ -70,8 +77,9 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """Let the functions go, once the job has no file to come that a capture has taken the head of."""
+    """Let the functions go, once the job has written the file whose head a capture has taken."""
     ledger = _ledger
+    ledger.wanted = False
     if ledger.head:
         return
     for name, original in ledger.originals.items():
@@ -82,11 +90,27 @@ def unwatch() -> None:
 
 def in_use() -> str:
     """Why a capture can't have the profiler, one clause; "" if it can."""
-    if _ledger.running:
+    running, undumped = _state() or (_ledger.running, _ledger.undumped)
+    if running:
         return "the job's own profiler is running"
-    if _ledger.undumped:
+    if undumped:
         return "the job's own profiler holds what it recorded"
     return ""
+
+
+def _state() -> tuple[bool, bool] | None:
+    """Whether the profiler runs, and whether it holds what is not dumped; None where that can't be read.
+
+    ``mxnet::profiler::Profiler`` begins with the pointer to its functions (8 bytes), a mutex (40), ``state_`` (int),
+    ``enable_output_`` (bool, padded) and ``mode_`` (int, a sum of 1, 2, 4 and 8).
+    """
+    try:
+        get = _LIB._ZN5mxnet8profiler8Profiler3GetEPSt10shared_ptrIS1_E
+    except AttributeError:
+        return None
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    state, output, mode = struct.unpack_from("i?3xi", ctypes.string_at(get(None), 60), 48)
+    return (state == 1, output) if state in (0, 1) and 0 <= mode < 16 else None
 
 
 def borrow(file: str, give_way: Callable[[], None]) -> None:
@@ -157,4 +181,6 @@ def _called(name: str, *args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(OSError, UnicodeDecodeError):  # it is as MXNet wrote it, then
             mend(Path((ledger.config or _INITIAL).get("filename", _INITIAL["filename"])), ledger.head)
         ledger.head = ""
+    if not ledger.wanted:
+        unwatch()
     return result

@@ -27,7 +27,7 @@ class Steps:
         trainer: a ``gluon.Trainer``. Its iteration ends where its weights are updated: in ``step()``, or, where the
             job calls ``allreduce_grads()`` itself, in ``update()``.
         action: may call :meth:`stop`. Must not raise.
-        ending: called before the job shuts the library down. Must not raise.
+        ending: called before the job shuts the library down, or where the steps can't be followed any more.
         libraries: modules with the library's ``shutdown``, the one that the job calls first.
 
     Meanwhile Python is held to one step ahead of the engine (:class:`~dpro_integrations.mxnet_engine.Pace`).
@@ -37,45 +37,47 @@ class Steps:
         self, trainer: Any, action: Callable[[], None], ending: Callable[[], None], libraries: Sequence[ModuleType]
     ) -> None:
         self._trainer = trainer
-        self._action = action
-        self._pace: Pace | None = None
+        self._action, self._ending = action, ending
+        self._pace = Pace(lambda: weights(trainer))
+        self._stopped = False
         # both step() and update() come by here, also where the job holds on to one of them from before
-        self._own = "_update" in vars(trainer)
-        self._original = trainer._update
-        self._wrapper = functools.wraps(self._original)(self._update)
-        trainer._update = self._wrapper
+        self._own: Callable[..., Any] | None = vars(trainer).get("_update")
+        self._original: Callable[..., Any] = trainer._update
+        trainer._update = self._update
         self._unpatch = _before_shutdown(ending, libraries)
 
     def stop(self) -> None:
         """No more calls. Safe to call twice, and from ``action``."""
-        self._action = _nothing
+        self._stopped = True
         self._unpatch()
-        # somebody may have patched on top of us: his patch then still works, and calls ours
-        if vars(self._trainer).get("_update") is self._wrapper:
-            if self._own:
-                self._trainer._update = self._original
+        # who has patched on top of us still works, and calls ours, which goes when he goes, if he is one of us
+        trainer = self._trainer
+        while (top := _outermost(trainer)) is not None and top._stopped:
+            if top._own is None:
+                del trainer._update
             else:
-                del self._trainer._update
-        self._pace = None
+                trainer._update = top._own
 
     def _update(self, *args: Any, **kwargs: Any) -> Any:
         result = self._original(*args, **kwargs)
-        if self._action is not _nothing:
+        if not self._stopped:
             try:
-                if self._pace is None:
-                    self._pace = Pace(lambda: weights(self._trainer))
                 self._pace.step()
-            except RuntimeError:
-                self._raise()
-            self._action()
-            self._raise()
+                self._action()
+            except Exception:
+                if not self._stopped:
+                    self.stop()
+                    self._ending()
+            # what the job would have been told where it next looks at a result
+            if (error := job_error()) is not None:
+                raise error
         return result
 
-    @staticmethod
-    def _raise() -> None:
-        """What the job would have been told where it next looks at a result."""
-        if (error := job_error()) is not None:
-            raise error
+
+def _outermost(trainer: Any) -> Steps | None:
+    """Whose ``_update`` the trainer has in the place of its own."""
+    owner = getattr(vars(trainer).get("_update"), "__self__", None)
+    return owner if isinstance(owner, Steps) else None
 
 
 def _before_shutdown(ending: Callable[[], None], libraries: Sequence[ModuleType]) -> Callable[[], None]:
@@ -97,7 +99,3 @@ def _before_shutdown(ending: Callable[[], None], libraries: Sequence[ModuleType]
                 library.shutdown = original  # type: ignore[attr-defined]
 
     return undo
-
-
-def _nothing() -> None:
-    pass

@@ -88,10 +88,10 @@ def test_a_rank_that_does_not_come_costs_the_tuning_alone(tmp_path: Path) -> Non
     folder = tmp_path / "absent"
     folder.mkdir()
     with Testbed(2, loopback=True) as bed:
-        begin(bed, "rank", folder, f"{JOBS}:meeting", json.dumps({"absent": True}))
+        job = begin(bed, "rank", folder, f"{JOBS}:meeting", json.dumps({"absent": True}))
         deadline = time.monotonic() + 60
         while len(list(folder.glob("?.json"))) < 2:
-            assert time.monotonic() < deadline, "the job hangs"
+            assert time.monotonic() < deadline and job.poll() is None, "the job hangs, or failed"
             time.sleep(0.1)
     told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     assert [one["met"] for one in told] == [[], []]

@@ -87,6 +87,17 @@ def mixed(tune: str, policy: str) -> dict[str, Any]:
         keras.mixed_precision.set_global_policy("float32")
 
 
+def drawing(tune: str) -> dict[str, Any]:
+    """Random numbers from a seed, whose state Keras keeps in a variable."""
+    decide(True)
+    keras.backend.experimental.enable_tf_random_generator()
+    try:
+        with job():
+            return fit(compiled(net(keras.layers.Dropout(0.5, seed=3))), callback(tune))
+    finally:
+        keras.backend.experimental.disable_tf_random_generator()
+
+
 def accumulated(tune: str, passes: int = 3) -> dict[str, Any]:
     decide(True)
     with job():
@@ -142,13 +153,20 @@ def loop(tune: str, steps: int = 50) -> dict[str, Any]:
         return found | {"left": sorted({"fit", "train_on_batch", "make_test_function"} & vars(model).keys())}
 
 
-def again(tune: str, tuned_fit: int) -> dict[str, Any]:
-    """Two fits; dpro comes with the first or the second."""
+def again(tune: str, how: str) -> dict[str, Any]:
+    """Two fits; dpro comes with the "first" or the "second", or with "autotune" for both."""
+    from dpro_integrations.keras import autotune
+
     decide(True)
     with job():
         model = compiled(net())
+        if how == "autotune":
+            tuner = autotune(model, plan=group_plan()) if tune else None
+            for _ in range(2):
+                fit(model, [], steps=20, validation_data=batches(2, 7))
+            return report(model, tuner.outcome if tuner else None)
         ours = callback(tune)
-        fit(model, ours if tuned_fit == 0 else [])
+        fit(model, ours if how == "first" else [])
         return fit(model, ours)
 
 

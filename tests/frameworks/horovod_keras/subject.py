@@ -19,7 +19,7 @@ from tests.frameworks.horovod_keras.jobs import BATCH, GROUPS, batch, compiled, 
 
 
 class KerasSubject:
-    """Four layers and a head, trained batch by batch; things of the user's on the model."""
+    """Two layers and a head, trained batch by batch; things of the user's on the model."""
 
     def __init__(self) -> None:
         self._job = job()

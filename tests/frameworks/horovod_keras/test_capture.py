@@ -42,7 +42,7 @@ def test_captured(ranks: HorovodRanks, tmp_path: Path, how: str) -> None:
             assert (waited[number][0] == submitted[number][1]).all()
             assert (waited[number][1] <= trace.step_bounds[:, 1]).all()
         _check_graph(trace)
-        assert trace.meta.event_overhead_ns > 0
+        assert 0 <= trace.meta.event_overhead_ns < 100_000
         # Horovod's threads were told from those that compute
         assert trace.meta.contention["others_cpu_ns"] > 0 < trace.meta.contention["main_cpu_ns"]
         assert 0 < trace.meta.contention["idle_share"] < 0.5

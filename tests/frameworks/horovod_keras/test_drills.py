@@ -23,12 +23,18 @@ def both(
     tune: str = "plan",
     env: dict[str, str] | None = None,
     same: tuple[str, ...] = ("weights",),
+    like: str = "",
     **arguments: Any,
 ) -> Result:
-    """Run a job with and without dpro; what is the ``same`` must be so. Returns the run with dpro."""
-    key = f"{target} {sorted((k, v) for k, v in arguments.items() if k != 'kept')}"
+    """Run a job with and without dpro; what is the ``same`` must be so. Returns the run with dpro.
+
+    Args:
+        like: a job that trains as ``target`` does, and was or will be run without dpro anyhow.
+    """
+    alone = {} if like else {key: value for key, value in arguments.items() if key != "kept"}
+    key = f"{like or target} {sorted(alone.items())}"
     if key not in _without:
-        run = ranks.run(target, folder / "without", tune="", **arguments).ok()
+        run = ranks.run(like or target, folder / "without", tune="", **alone).ok()
         assert run.lines() == []
         _without[key] = run.values
     without = _without[key]
@@ -53,7 +59,7 @@ def kept(found: Result, sizes: list[int] | None = None) -> None:
     """A plan is in force on all ranks alike."""
     assert found.values[0]["verdict"] == "KEPT", found.values[0]
     for value in found.values:
-        assert value["groups"] == (sizes or [1, 3, 6])
+        assert value["groups"] == (sizes or [1, 2, 3])
 
 
 # -- the ordinary job ---------------------------------------------------------------------------
@@ -106,6 +112,10 @@ def test_mixed_precision(ranks: HorovodRanks, tmp_path: Path) -> None:
     assert found.values[0]["scaled"]  # Keras put an optimizer of its own around Horovod's
 
 
+def test_random_numbers_kept_in_variables_go_on(ranks: HorovodRanks, tmp_path: Path) -> None:
+    kept(both(ranks, tmp_path, f"{DRILLS}:drawing"))
+
+
 def test_accumulation_counts_updates_not_batches(ranks: HorovodRanks, tmp_path: Path) -> None:
     found = both(ranks, tmp_path, f"{DRILLS}:accumulated", "search")
     assert found.values[0]["verdict"] == "KEPT", found.logs
@@ -118,10 +128,10 @@ def test_a_loop_of_batches_with_evaluations(ranks: HorovodRanks, tmp_path: Path)
     assert [value["left"] for value in found.values] == [[], []]
 
 
-@pytest.mark.parametrize(("tuned_fit", "tune"), [(0, "plan"), (1, "search")])
-def test_two_fits(ranks: HorovodRanks, tmp_path: Path, tuned_fit: int, tune: str) -> None:
-    """What the first one kept is in force in the second; or the step was traced before dpro came."""
-    found = both(ranks, tmp_path, f"{DRILLS}:again", tune, tuned_fit=tuned_fit)
+@pytest.mark.parametrize(("how", "tune"), [("first", "plan"), ("second", "search"), ("autotune", "plan")])
+def test_two_fits(ranks: HorovodRanks, tmp_path: Path, how: str, tune: str) -> None:
+    """What the first one kept is in force in the second; the step was traced before dpro came; tuned across both."""
+    found = both(ranks, tmp_path, f"{DRILLS}:again", tune, how=how)
     assert found.values[0]["verdict"] == "KEPT", found.logs
     assert found.values[0]["groups"] == found.values[1]["groups"] is not None
 
@@ -142,7 +152,7 @@ def test_what_groups_could_disturb_is_left_alone(ranks: HorovodRanks, tmp_path: 
 
 
 def test_several_steps_in_one_execution(ranks: HorovodRanks, tmp_path: Path) -> None:
-    found = both(ranks, tmp_path, f"{DRILLS}:unusual", kind="steps_per_execution")
+    found = both(ranks, tmp_path, f"{DRILLS}:unusual", kind="steps_per_execution", like=f"{JOBS}:plain")
     assert len(found.lines("stepped aside: several steps are one execution")) == 2  # each rank sees it for itself
 
 
@@ -169,13 +179,13 @@ def test_horovod_started_anew_in_mid_tuning(ranks: HorovodRanks, tmp_path: Path)
     ("method", "changed"), [("prepare", "nothing was changed"), ("apply", "your settings are back")]
 )
 def test_a_failure_on_one_rank(ranks: HorovodRanks, tmp_path: Path, method: str, changed: str) -> None:
-    found = both(ranks, tmp_path, f"{DRILLS}:failing", method=method)
+    found = both(ranks, tmp_path, f"{DRILLS}:failing", method=method, like=f"{JOBS}:plain")
     one_line(found, f"rank 1: OSError: no luck; {changed}")
     assert [value["groups"] for value in found.values] == [None, None]
 
 
 def test_a_step_that_cannot_be_traced_again(ranks: HorovodRanks, tmp_path: Path) -> None:
-    found = both(ranks, tmp_path, f"{DRILLS}:untraceable")
+    found = both(ranks, tmp_path, f"{DRILLS}:untraceable", like=f"{DRILLS}:own_step")
     assert found.values[0]["verdict"] == "STEPPED_ASIDE"
     assert "the user's own" in found.lines("stepped aside: rank 1")[0]
     assert [value["groups"] for value in found.values] == [None, None]
@@ -226,7 +236,7 @@ def test_an_exception_of_the_users_ends_the_job_as_ever(ranks: HorovodRanks, tmp
 def test_a_profiler_of_the_users_comes_first(ranks: HorovodRanks, tmp_path: Path, first: int, says: str) -> None:
     """It runs already when dpro's turn comes, or starts in the midst of it: steps 7 and 8 are captured."""
     env = {"DPRO_CAPTURE_STEPS": "2"}
-    found = both(ranks, tmp_path, f"{DRILLS}:profiled", "search", env, first=first, until=12)
+    found = both(ranks, tmp_path, f"{DRILLS}:profiled", "search", env, first=first, until=12, like=f"{JOBS}:plain")
     one_line(found, says)
     for value in found.values:
         assert value["profiles"] >= 1
@@ -246,7 +256,8 @@ def test_checkpoints_are_what_they_were(ranks: HorovodRanks, tmp_path: Path) -> 
 def test_activation_tunes_and_leaves_nothing_behind(
     ranks: HorovodRanks, tmp_path: Path, how: str, own_call: bool
 ) -> None:
-    found = both(ranks, tmp_path, f"{DRILLS}:activated", env={"DPRO": "apply"}, how=how, own_call=own_call)
+    like = f"{JOBS}:plain" if how == "fit" else f"{DRILLS}:loop"
+    found = both(ranks, tmp_path, f"{DRILLS}:activated", env={"DPRO": "apply"}, like=like, how=how, own_call=own_call)
     assert len(found.lines("trying")) == 1, found.logs
     assert len(found.lines("stepped aside")) == 0
     assert found.values[0]["groups"] == found.values[1]["groups"] is not None
@@ -254,6 +265,8 @@ def test_activation_tunes_and_leaves_nothing_behind(
 
 
 def test_activation_with_two_models_steps_aside(ranks: HorovodRanks, tmp_path: Path) -> None:
-    found = both(ranks, tmp_path, f"{DRILLS}:activated", env={"DPRO": "apply"}, how="loop", models=2)
+    found = both(
+        ranks, tmp_path, f"{DRILLS}:activated", env={"DPRO": "apply"}, like=f"{DRILLS}:loop", how="loop", models=2
+    )
     assert len(found.lines("the job trains two models with Horovod")) == 1
     assert all(value["restored"] for value in found.values)

@@ -138,7 +138,7 @@ def test_what_a_job_has_set_itself_is_left_alone(
 # -- trouble ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 7, 10])
+@pytest.mark.parametrize("steps", [1, 7])
 def test_a_job_shorter_than_the_tuning(ranks: HorovodRanks, tmp_path: Path, steps: int) -> None:
     one_line(both(ranks, tmp_path, f"{JOBS}:plain", "search", steps=steps), f"training ended after {steps} steps")
 
@@ -189,43 +189,41 @@ def test_a_killed_rank_hangs_nobody(ranks: HorovodRanks, tmp_path: Path, state: 
     assert found.exits[1 - victim] != 0  # the error of its next all-reduce, as without dpro
 
 
-@pytest.mark.parametrize("at", [3, 10])
-def test_an_exception_of_the_users_ends_the_job_as_ever(ranks: HorovodRanks, tmp_path: Path, at: int) -> None:
-    found = ranks.run(f"{DRILLS}:raising", tmp_path, last=True, tune="plan", at=at)
+def test_an_exception_of_the_users_ends_the_job_as_ever(ranks: HorovodRanks, tmp_path: Path) -> None:
+    """Where a plan is on trial."""
+    found = ranks.run(f"{DRILLS}:raising", tmp_path, last=True, tune="plan", at=10)
     assert not found.timed_out, found.logs
     assert found.exits[1] == 1
     assert "ZeroDivisionError: the user's own" in found.logs[1]
 
 
-@pytest.mark.parametrize("at", [2, 6, 8])
+@pytest.mark.parametrize("at", [2, 6])
 def test_an_operation_that_fails_in_the_engine_is_told_to_the_job(ranks: HorovodRanks, tmp_path: Path, at: int) -> None:
-    """Not swallowed by whoever of dpro's waits: when it paces Python, when it captures (step 6), when it measures."""
-    found = ranks.run(f"{DRILLS}:failing_op", tmp_path, last=True, tune="search", at=at)
-    assert not found.timed_out, found.logs
-    without = ranks.run(f"{DRILLS}:failing_op", tmp_path / "without", last=True, tune="", at=at)
-    assert [value["told"] for value in found.values] == [value["told"] for value in without.values]
-    assert found.values[0]["told"]
+    """Not swallowed by whoever of dpro's waits: when it paces Python, and when it captures (step 6)."""
+    found = ranks.run(f"{DRILLS}:failing_op", tmp_path, tune="search", at=at).ok()
+    assert [value["told"] for value in found.values] == [["MXNetError"]] * 2
 
 
-@pytest.mark.parametrize("when", ["before", "7", "8", "after"])
-def test_the_jobs_own_profiler(ranks: HorovodRanks, tmp_path: Path, when: str) -> None:
-    """Two steps are captured, of which the job wants the second for itself, or what comes after."""
-    found = both(
-        ranks,
-        tmp_path,
-        f"{DRILLS}:profiled",
-        "search",
-        when=when,
-        folder=str(tmp_path),
-        env={"DPRO_CAPTURE_STEPS": "2"},
-    )
-    if when == "before":
-        one_line(found, "the job's own profiler is running")
-    elif when == "after":
-        kept(found)
-    for value in found.values:
-        assert value["updates"] > 0, value["head"]
-        assert when == "before" or value["marks"] <= 4
+@pytest.mark.parametrize(("when", "says"), [("before", "is running"), ("7", "took over")])
+def test_the_jobs_own_profiler_has_the_right_of_way(ranks: HorovodRanks, tmp_path: Path, when: str, says: str) -> None:
+    """It had begun before the tuning, or begins between two steps that are captured."""
+    found = own_profiler(ranks, tmp_path, when)
+    one_line(found, f"the job's own profiler {says}")
+
+
+def test_a_profile_after_a_capture_is_whole(fresh_ranks: HorovodRanks, tmp_path: Path) -> None:
+    """MXNet itself writes the head of its file only once in each process."""
+    found = own_profiler(fresh_ranks, tmp_path, "after")
+    kept(found)
+    assert [value["whole"] and value["clean"] for value in found.values] == [True, True]
+
+
+def own_profiler(ranks: HorovodRanks, folder: Path, when: str) -> Result:
+    env = {"DPRO_CAPTURE_STEPS": "2"}
+    found = ranks.run(f"{DRILLS}:profiled", folder, env=env, tune="search", when=when, into=str(folder)).ok()
+    assert found.values[0]["weights"] == found.values[1]["weights"]
+    assert min(value["updates"] for value in found.values) > 0
+    return found
 
 
 # -- activation by environment --------------------------------------------------------------------------
@@ -240,7 +238,6 @@ def test_activation_tunes_and_leaves_nothing_behind(ranks: HorovodRanks, tmp_pat
     assert found.values[0]["groups"] == found.values[1]["groups"]
     assert found.values[0]["restored"]
     assert found.values[0]["on_trainer"] == ["_allreduce_grads"]
-    assert found.values[0]["profiler"] == "function"
 
 
 def test_activation_with_two_trainers_steps_aside(ranks: HorovodRanks, tmp_path: Path) -> None:
