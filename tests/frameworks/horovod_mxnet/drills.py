@@ -167,6 +167,48 @@ def own_way(tune: str) -> dict[str, Any]:
         return fit(net, trainer, tuned(trainer, tune), 30)
 
 
+def left_alone() -> dict[str, str]:
+    """Why the adapter changes nothing under trainers of several kinds, none of which has to make a step for it."""
+    from dpro_integrations.mxnet_horovod import HorovodMXNetAdapter
+
+    class Alone:
+        rank, world_size = 0, 2
+
+    def why_not(net: Any, **arguments: Any) -> str:
+        trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, **arguments)
+        return HorovodMXNetAdapter(trainer, Alone()).why_not()  # type: ignore[arg-type]
+
+    sets = [hvd.ProcessSet([0]), hvd.ProcessSet([1])]
+    with job(process_sets=sets) as rank:
+        embedding = nn.Embedding(10, 4, sparse_grad=True)
+        embedding.initialize()
+        found = {
+            "stock": why_not(mlp()),
+            "process set": why_not(mlp(), process_set=sets[rank]),
+            "sparse": why_not(embedding),
+        }
+        os.environ["HOROVOD_AUTOTUNE"] = "1"
+        return found | {"autotune": why_not(mlp())}
+
+
+def uneven(tune: str, ended: list[int]) -> dict[str, Any]:
+    """Ranks have ``ended[rank]`` batches; who has none left shuts Horovod down, as at a script's end."""
+    decide(True)
+    told = ""
+    with job() as rank:
+        net = mlp()
+        trainer = distribute(net)
+        tuner = tuned(trainer, tune)
+        try:
+            fit(net, trainer, tuner, ended[rank])
+        except mx.MXNetError as error:
+            told = str(error)
+            for _ in range(3):
+                with contextlib.suppress(mx.MXNetError):
+                    mx.nd.waitall()
+    return {"told": "Horovod has been shut down" in told, "verdict": tuner.outcome.verdict.name if tuner else ""}
+
+
 def frozen(tune: str, at: int) -> dict[str, Any]:
     """The job freezes a layer after step ``at``."""
     decide(True)

@@ -30,13 +30,13 @@ Each = Callable[[int, Any, Any], None]
 
 
 @contextmanager
-def job() -> Iterator[int]:
-    """What the launcher sets, then hvd.init(); gives the rank."""
+def job(**arguments: Any) -> Iterator[int]:
+    """What the launcher sets, then hvd.init() with ``arguments``; gives the rank."""
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": "0", "CROSS_SIZE": "1"}
     place |= {"HOSTNAME": "localhost", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "GLOO_IFACE": "lo"}
     os.environ.update({f"HOROVOD_{name}": value for name, value in place.items()})
-    hvd.init()
+    hvd.init(**arguments)
     try:
         yield hvd.rank()
     finally:

@@ -135,12 +135,30 @@ def test_what_a_job_has_set_itself_is_left_alone(
     one_line(both(ranks, tmp_path, target, **arguments), f"groups can't be changed here: {says}")
 
 
+def test_trainers_that_are_left_alone(ranks: HorovodRanks, tmp_path: Path) -> None:
+    for found in ranks.run(f"{DRILLS}:left_alone", tmp_path).ok().values:
+        assert found["stock"] == ""
+        assert found["process set"] == "the trainer spans only a process set"
+        assert found["sparse"] == "there are sparse gradients, which can't be grouped"
+        assert found["autotune"] == "HOROVOD_AUTOTUNE changes settings meanwhile"
+
+
 # -- trouble ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [1, 7])
 def test_a_job_shorter_than_the_tuning(ranks: HorovodRanks, tmp_path: Path, steps: int) -> None:
     one_line(both(ranks, tmp_path, f"{JOBS}:plain", "search", steps=steps), f"training ended after {steps} steps")
+
+
+@pytest.mark.parametrize("ended", [[30, 10], [10, 30]], ids=str)
+def test_uneven_data_end_the_job_as_ever(ranks: HorovodRanks, tmp_path: Path, ended: list[int]) -> None:
+    """At step 10 a plan is on trial; the other rank is told by its next all-reduce, as without dpro."""
+    without = ranks.run(f"{DRILLS}:uneven", tmp_path / "without", tune="", ended=ended).ok()
+    found = ranks.run(f"{DRILLS}:uneven", tmp_path / "with", tune="plan", ended=ended).ok()
+    told = [value["told"] for value in found.values]
+    assert told == [value["told"] for value in without.values] == [ended[rank] == 30 for rank in range(2)]
+    assert [value["verdict"] for value in found.values] == ["STEPPED_ASIDE"] * 2
 
 
 @pytest.mark.parametrize("at", [7, 10])
