@@ -10,9 +10,9 @@ import pytest
 
 from dpro.graph.assemble import assemble, assemble_steps
 from dpro.graph.graph import OpKind
-from dpro.replay.engine import replay
 from dpro.trace.store import load
 from tests.frameworks.launch import clean_environment
+from tests.replays import typical_error
 
 pytest.importorskip("torch")
 JOB = Path(__file__).with_name("gloo_job.py")
@@ -43,6 +43,7 @@ def test_buckets_waits_and_step_time_of_a_real_job(tmp_path: Path, kind: str) ->
     kinds = {graph.name_of(op): OpKind(kind) for op, kind in enumerate(graph.column("kind").tolist())}
     if kind != "view":  # the gradients' way back is no part of the optimizer, wherever the step began
         assert kinds["torch.distributed.ddp.reducer::copy_bucket_to_grad"] == OpKind.IN
-    for step in assemble_steps(traces):
-        assert replay(step).makespan_ns == pytest.approx(step.info["measured_ns"], rel=0.03)
+    steps = assemble_steps(traces)
+    assert typical_error(steps) < 0.05
+    for step in steps:
         assert not [line for line in step.warnings if "began after its first use" in line or "cycle" in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +39,9 @@ def test_a_real_job_replays_alike_by_message_and_by_collective(tmp_path: Path, r
     assert len(sent) == ranks
     for nbytes in sent.values():  # each rank sends 2 (n-1)/n of every gradient in every step, and headers
         assert nbytes == pytest.approx(len(parts) * LAYERS * LAYER_BYTES * 2 * (ranks - 1) / ranks, rel=0.001)
-    for a, b in zip(whole, parts, strict=True):
-        assert replay(b).makespan_ns == pytest.approx(replay(a).makespan_ns, rel=0.03)
+    ratios = [replay(b).makespan_ns / replay(a).makespan_ns for a, b in zip(whole, parts, strict=True)]
+    assert statistics.median(ratios) == pytest.approx(1, rel=0.05)
+    for b in parts:
         assert not [line for line in b.warnings if "cycle" in line]
         steps = {b.name_of(op).split(" part")[0][-1] for bucket in b.buckets for op in bucket.ops if _sends(b, op)}
         assert steps == {str(step) for step in range(2 * (ranks - 1))}
