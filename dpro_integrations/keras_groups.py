@@ -87,7 +87,8 @@ class TrainStep:
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self._model, self._optimizer = model, optimizer
-        self._regions = Regions(model)
+        #: its compiled layers
+        self.regions = Regions(model)
         self._own: _Step | None = None
         self._made: dict[str, _Step] = {}
         self._in_force: _Step | None = None
@@ -122,12 +123,12 @@ class TrainStep:
         set_allreduce(self._optimizer, function)
         recorder = Recorder(self._optimizer)
         try:
-            self._regions.set(tuple(regions))
+            self.regions.set(tuple(regions))
             self._trace(present)
             found = [gradient.variable for gradient in recorder.gradients if gradient.kind == "dense"]
             if [id(variable) for variable in found] != [id(variable) for variable in reduced]:
                 raise PlanError("traced anew, the train step reduces other gradients (layers frozen meanwhile?)")
-            self._regions.try_out()
+            self.regions.try_out()
             recorder.remove()
             self._made[key] = self._present()
         finally:
@@ -156,11 +157,11 @@ class TrainStep:
     def _present(self) -> _Step:
         model = self._model
         tf_function = getattr(model, "train_tf_function", None)
-        return _Step(self._optimizer._allreduce_grads, model.train_function, tf_function, self._regions.names)
+        return _Step(self._optimizer._allreduce_grads, model.train_function, tf_function, self.regions.names)
 
     def _put(self, step: _Step) -> None:
         set_allreduce(self._optimizer, step.allreduce)
-        self._regions.set(step.regions)
+        self.regions.set(step.regions)
         self._model.train_function = step.function
         if step.tf_function is not None:
             self._model.train_tf_function = step.tf_function

@@ -20,9 +20,11 @@ from dpro.adapter import Exchange, Knob
 from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro.trace.model import RankTrace, Tensor
+from dpro.trace.regions import Region
 from dpro_integrations.horovod_settings import library_settings
 from dpro_integrations.horovod_start import switched_on
 from dpro_integrations.keras_capture import Capture, StepCpu, warm_up
+from dpro_integrations.keras_clusters import time_regions
 from dpro_integrations.keras_graph import Tracing, name_of, nodes_of, seeded_in, traced_functions
 from dpro_integrations.keras_groups import TrainStep, settings_of, tensor_bytes
 
@@ -147,6 +149,11 @@ class KerasHorovodAdapter:
         capture, self._capture = self._capture, None
         if capture is not None:
             capture.abort()
+
+    def time_regions(self, trace: RankTrace, budget_s: float) -> list[Region]:
+        if Knob.COMPILE_REGIONS not in self.capabilities():
+            return []
+        return time_regions(self._model, self._step.regions, trace, budget_s)
 
     # -- settings ------------------------------------------------------------------------------
 

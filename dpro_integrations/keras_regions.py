@@ -23,7 +23,7 @@ from dpro_integrations.keras_graph import Collection, nodes_of, traced_functions
 #: What becomes of a cluster.
 _XLA = frozenset({"_XlaRun", "XlaLaunch"})
 #: Ops that draw; all of TensorFlow's are called so.
-_RANDOM = re.compile("Random|Rng|Multinomial|StatefulUniform|StatefulStandardNormal")
+RANDOM = re.compile("Random|Rng|Multinomial|StatefulUniform|StatefulStandardNormal")
 #: XLA compiles what has run so often already; after once more it has run compiled.
 _TRIAL_RUNS = 3
 _TRIAL_BATCH = 8
@@ -139,7 +139,7 @@ class _Wrapped:
         """An op in it that draws random numbers; "" none."""
         for concrete in traced_functions(self._function):
             for node in nodes_of(concrete.graph.as_graph_def()):
-                if _RANDOM.search(node.op):
+                if RANDOM.search(node.op):
                     return str(node.op)
         return ""
 

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from dpro.plan import Plan
 from dpro.trace.model import RankTrace
+from dpro.trace.regions import Region
 
 
 class Knob(Enum):
@@ -123,3 +124,17 @@ class Adapter(Protocol):
 
     def close(self) -> None:
         """Undo every hook and patch. Never raises, safe to call twice."""
+
+
+@runtime_checkable
+class RegionTimer(Protocol):
+    """An adapter that can say what :attr:`Knob.COMPILE_REGIONS` is worth here."""
+
+    def time_regions(self, trace: RankTrace, budget_s: float) -> list[Region]:
+        """Time regions of the model with and without, away from the training, in about ``budget_s`` seconds.
+
+        On one rank, between two steps: nothing that the other ranks take part in.
+
+        Args:
+            trace: what this rank captured: where the time goes.
+        """

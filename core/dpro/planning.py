@@ -89,12 +89,14 @@ def inform(graph: Graph, traces: list[RankTrace]) -> None:
     from dpro.cost.sync import fit_buckets, idle_share
     from dpro.graph.assemble import assemble_steps
     from dpro.graph.ps_ops import INFO
+    from dpro.trace.regions import REGIONS, load
 
     if INFO in graph.info:
         with contextlib.suppress(ValueError):
             graph.info[MODEL] = fit_ps(assemble_steps(traces))
         return
     graph.info.update(traces[0].meta.library())
+    graph.info[REGIONS] = [region for trace in traces for region in load(trace.meta.extra.get(REGIONS))]
     contention = [trace.meta.contention for trace in traces]
     graph.info["idle_share"] = idle_share(contention)
     with contextlib.suppress(ValueError):  # nothing to fit to: the search says so

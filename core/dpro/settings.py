@@ -36,6 +36,8 @@ class Settings:
     min_gain: float = 0.005
     #: budget of the search on rank 0
     search_s: float = 10.0
+    #: budget of rank 0 for timing layers that XLA could compile (Keras); 0: none are compiled
+    regions_s: float = 10.0
     #: how long a rank waits for the others at a meeting point
     timeout_s: float = 30.0
     #: also try DDP's gradient_as_bucket_view: faster where copies count, but code that keeps, detaches or
@@ -53,7 +55,7 @@ class Settings:
         for key, low in least.items():
             if getattr(self, key) < low:
                 raise DproError(f"{key} is {getattr(self, key)}, must be at least {low}")
-        for key in ("min_gain", "search_s", "timeout_s"):
+        for key in ("min_gain", "search_s", "regions_s", "timeout_s"):
             if not 0 <= getattr(self, key) < float("inf"):
                 raise DproError(f"{key} is {getattr(self, key)}, must be a finite number of at least 0")
 

@@ -21,13 +21,15 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from dpro.adapter import Adapter, RankLeft
+from dpro.adapter import Adapter, RankLeft, RegionTimer
 from dpro.errors import DproError, PlanError
 from dpro.outcome import Arm, Outcome, Verdict
 from dpro.plan import Plan
 from dpro.planning import Planned, make_plans, pack_trace, without_steps
 from dpro.session import Session
 from dpro.settings import Settings
+from dpro.trace.model import RankTrace
+from dpro.trace.regions import REGIONS, dump
 from dpro.verdict import Comparison, Window, compare, slowest_rank, timing
 
 #: Turns of plan and baseline before the verdict, where the machine is noisy.
@@ -165,7 +167,10 @@ class Tuner:
         if self._given is None:
             captured = yield from self._capture(base_ms)
             self.state = State.PLAN
-            decision = self._meet("plan", captured, self._plan, extra_s=3 * settings.search_s + settings.timeout_s)
+            # rank 0 alone times regions: the others wait for its plans a little longer, and never for its compiler
+            blob = self._guard(lambda: pack_trace(self._with_regions(captured))) if captured else None
+            patience_s = 3 * settings.search_s + 2 * settings.regions_s + settings.timeout_s
+            decision = self._meet("plan", blob or b"", self._plan, extra_s=patience_s)
         else:
             given = self._given
             own = json.dumps({"ms": base_ms, "sha": self._hash(given)}).encode()
@@ -221,7 +226,7 @@ class Tuner:
         else:
             self._end(Verdict.ROLLED_BACK, f"{best.name}: not clearly faster, {gain}; your settings are back")
 
-    def _capture(self, base_ms: list[float]) -> Generator[None, int | None, bytes]:
+    def _capture(self, base_ms: list[float]) -> Generator[None, int | None, RankTrace | None]:
         """Profile a few steps; a failure is kept for the meeting that follows."""
         self.state = State.CAPTURE
         steps = self.settings.capture_steps
@@ -240,14 +245,26 @@ class Tuner:
                 times.append(self._clock() - before)
             if not self._failure:
                 self._guard(self.adapter.mark_step)
-        trace = None if self._failure else self._guard(lambda: without_steps(self.adapter.stop_capture(), interrupted))
+        trace: RankTrace | None = None
+        if not self._failure:
+            trace = self._guard(lambda: without_steps(self.adapter.stop_capture(), interrupted))
         if trace is None:
             self.adapter.abort_capture()
-            return b""
+            return None
         trace.meta.unprofiled_step_ns = [round(ms * 1e6) for ms in base_ms]
         trace.meta.extra["profiled_step_ns"] = times
         trace.meta.extra["fingerprint"] = self._guard(self.adapter.fingerprint) or {}
-        return self._guard(lambda: pack_trace(trace)) or b""
+        return trace
+
+    def _with_regions(self, trace: RankTrace) -> RankTrace:
+        """Rank 0: with what compiling layers would be worth, where the job can do that; else as it is."""
+        budget_s = self.settings.regions_s if self._rank == 0 and self.settings.mode != "observe" else 0
+        if budget_s and isinstance(self.adapter, RegionTimer):
+            try:
+                trace.meta.extra[REGIONS] = dump(self.adapter.time_regions(trace, budget_s))
+            except Exception as error:  # there are other things to tune
+                self._session.say(f"layers that XLA could compile not timed: {describe(error)}")
+        return trace
 
     def _plan(self, blobs: list[bytes]) -> dict[str, Any]:
         """Rank 0: traces to plans, and the report."""

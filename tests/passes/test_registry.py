@@ -29,7 +29,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_built_in() -> None:
-    for name in ("batched_copy", "bucket_view", "cycle_time", "tensor_fusion"):
+    for name in ("batched_copy", "bucket_view", "cycle_time", "op_fusion", "tensor_fusion"):
         assert name in registry.names()
         assert registry.find(name).name == name
     assert isinstance(registry.find("tensor_fusion"), TensorFusion)
@@ -37,7 +37,7 @@ def test_built_in() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_third_party() -> None:
-    built_in = ["batched_copy", "bucket_view", "cycle_time", "tensor_fusion", "tensor_partition"]
+    built_in = ["batched_copy", "bucket_view", "cycle_time", "op_fusion", "tensor_fusion", "tensor_partition"]
     assert registry.names() == sorted([*built_in, "missing", "no_pass", "widen"])
     assert isinstance(registry.find("widen"), Widen)
     assert type(registry.find("tensor_fusion")) is TensorFusion  # not to be replaced from outside

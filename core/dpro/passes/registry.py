@@ -20,6 +20,7 @@ _BUILT_IN = {
     "batched_copy": "dpro.passes.batched_copy:BatchedCopy",
     "bucket_view": "dpro.passes.bucket_view:BucketView",
     "cycle_time": "dpro.passes.cycle_time:CycleTime",
+    "op_fusion": "dpro.passes.op_fusion:OpFusion",
     "tensor_fusion": "dpro.passes.tensor_fusion:TensorFusion",
     "tensor_partition": "dpro.passes.tensor_partition:TensorPartition",
 }

@@ -26,6 +26,7 @@ from dpro.passes.batched_copy import BatchedCopy
 from dpro.passes.bucket_view import BucketView
 from dpro.passes.contention import relieve
 from dpro.passes.ddp_buckets import MIB
+from dpro.passes.op_fusion import Fusion, OpFusion
 from dpro.passes.registry import Pass
 from dpro.passes.tensor_fusion import Grouping, captured
 from dpro.plan import Plan
@@ -33,12 +34,15 @@ from dpro.replay.engine import replay
 from dpro.search.cycle_time import best_cycles
 from dpro.search.defaults import HAND_TRIED_CAPS_MIB
 from dpro.search.judge import Judge, Verdict
+from dpro.search.op_fusion import best_fusion
 from dpro.search.tensor_fusion import Cuts, best_cuts, neighbours
 
 #: Any of them lets it be changed what is synchronised together.
 FUSION = frozenset({Knob.BUCKET_LIST, Knob.BUCKET_CAP, Knob.GROUPS})
 #: The same of how gradients are cut.
 PARTITION = frozenset({Knob.PARTITIONS, Knob.PARTITION_BOUND, Knob.PARTITION_BYTES})
+#: All that can be turned where gradients are reduced.
+TURNED = FUSION | {Knob.BUCKET_VIEW, Knob.BATCHED_COPY, Knob.CYCLE_TIME, Knob.COMPILE_REGIONS}
 #: Replays granted to the dynamic programme's proposals, and to each round of hill climbing.
 JUDGED_PROPOSALS = 50
 JUDGED_NEIGHBOURS = 16
@@ -106,6 +110,9 @@ def optimize(
     contention then). If it knows of contention and the graph is a captured one, host ops are first relieved
     of what the captured buckets cost them.
 
+    With :attr:`Knob.COMPILE_REGIONS` regions whose times were measured (``graph.info["regions"]``) are considered as
+    well, with the captured buckets and together with others (:mod:`dpro.search.op_fusion`).
+
     A parameter server job (``graph.info["ps"]``) has no buckets: its partitions are searched
     (:mod:`dpro.search.tensor_partition`), and nothing else.
     """
@@ -125,15 +132,18 @@ def optimize(
         relieve(graph, graph.info["sync"])
         judge = Judge(graph, began + time_budget_s)
         baseline_ns = judge.replayed_ns(captured(graph))
-        if knobs & FUSION:
-            _sweep_uniform(judge)
-        if knobs & {Knob.BUCKET_LIST, Knob.GROUPS}:
-            _search_lists(judge)
+        compiled = []
+        if Knob.COMPILE_REGIONS in knobs:  # with half the time, so that there is some for what is done without
+            half = Judge(graph, began + time_budget_s / 2)
+            compiled = _compiled(graph, half, knobs, fingerprint or {}, baseline_ns)
+            judge.evaluations += half.evaluations
+        _search_buckets(judge, knobs)
         stopped = "time budget" if judge.out_of_time() else "no improvement left"
         better = [v for v in judge.verdicts.values() if v.step_ns < baseline_ns]
         found = [_candidate(graph, v, knobs, fingerprint or {}, baseline_ns) for v in _choose(better, top)]
         found = _with_options(graph, judge, found, knobs, baseline_ns, fingerprint or {})[:top]
         cycles = _cycles(graph, judge, found, baseline_ns, fingerprint or {}) if Knob.CYCLE_TIME in knobs else []
+        found = [*compiled, *found][:top]
     finally:
         graph.undo(mark)
         graph.info["sync"] = known
@@ -150,7 +160,7 @@ def optimize(
 
 
 def _nothing_to_do(graph: Graph, knobs: set[Knob]) -> str:
-    if INFO in graph.info or not knobs & {*FUSION, Knob.BUCKET_VIEW, Knob.BATCHED_COPY, Knob.CYCLE_TIME}:
+    if INFO in graph.info or not knobs & TURNED:
         return "no knob that this search can turn"
     if not graph.buckets or not sum(tensor.nbytes for tensor in graph.tensors):
         return "no gradients are synchronised in buckets"
@@ -160,6 +170,57 @@ def _nothing_to_do(graph: Graph, knobs: set[Knob]) -> str:
         except ValueError as error:
             return str(error)
     return ""
+
+
+def _search_buckets(judge: Judge, knobs: set[Knob]) -> None:
+    if knobs & FUSION:
+        _sweep_uniform(judge)
+    if knobs & {Knob.BUCKET_LIST, Knob.GROUPS}:
+        _search_lists(judge)
+
+
+def _compiled(
+    graph: Graph, judge: Judge, knobs: set[Knob], fingerprint: dict[str, str], baseline_ns: int
+) -> list[Candidate]:
+    """Regions compiled with the captured buckets, and with buckets of their own where these are better; best first.
+
+    By dPRO's Theorem 3 one calls for the other: what is compiled together is synchronised together (its gradients are
+    there at once, so that buckets found then hold them), and with other buckets other regions may pay.
+    """
+    fusion, step_ns = best_fusion(graph, judge, captured(graph))
+    if step_ns >= baseline_ns:
+        return []
+    found = [_with_regions(graph, None, captured(graph), fusion, step_ns, fingerprint, baseline_ns)]
+    mark = OpFusion().apply(graph, fusion)
+    try:
+        there = judge.elsewhere()
+        _search_buckets(there, knobs)
+        better = [v for v in there.verdicts.values() if v.step_ns * (1 + LEVEL) < step_ns]
+        best = next((_candidate(graph, v, knobs, fingerprint, baseline_ns) for v in _choose(better, 1)), None)
+        groups = there.together(best.groups) if best is not None else ()
+    finally:
+        graph.undo(mark)
+    judge.evaluations += there.evaluations
+    if best is not None:
+        more, fused_ns = best_fusion(graph, judge, groups, fusion)
+        found.insert(0, _with_regions(graph, best, best.groups, more, fused_ns, fingerprint, baseline_ns))
+    return found
+
+
+def _with_regions(
+    graph: Graph,
+    buckets: Candidate | None,
+    groups: Grouping,
+    fusion: Fusion,
+    step_ns: int,
+    fingerprint: dict[str, str],
+    baseline_ns: int,
+) -> Candidate:
+    base = Plan(fingerprint=dict(fingerprint), baseline_ms=baseline_ns / 1e6) if buckets is None else buckets.plan
+    layers = [layer for region in fusion for layer in region.layers]
+    plan = replace(base, compile_regions=layers, predicted_ms=step_ns / 1e6)
+    name = f"{len(layers)} layers compiled to {len(fusion)} clusters"
+    return Candidate(f"{buckets.name}, {name}" if buckets else name, plan, step_ns / 1e6, groups)
 
 
 def _with_options(
