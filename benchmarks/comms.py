@@ -32,6 +32,11 @@ class Comm:
         """Whether its models can sleep instead of computing: that is how there are more hosts than cores."""
         return self.framework == "torch"
 
+    @property
+    def compiles(self) -> bool:
+        """Whether a plan can have layers compiled in it."""
+        return self.framework == "keras" and self.launcher == "horovod"
+
     def cuts(self) -> dict[str, str]:
         """How each model is cut in this framework, in words."""
         found: dict[str, str] = importlib.import_module(_MODELS[self.framework]).CUTS

@@ -46,6 +46,15 @@ class _Loop:
             self._adapter = self._adapt()
         return self._adapter
 
+    def layers(self) -> list[str]:
+        """All that XLA can compile, for ``Plan.compile_regions``: every outermost layer that computes something."""
+        from dpro_integrations.keras_regions import layers_of
+
+        idle = (keras.layers.Dropout, keras.layers.Flatten, keras.layers.Reshape)
+        return [
+            name for name, layer in layers_of(self._model).items() if "/" not in name and not isinstance(layer, idle)
+        ]
+
     def _let_go(self) -> None:
         """A tuner comes: it leaves another train function than it finds, and ours would not know the model again."""
         self.adapter.close()

@@ -107,6 +107,10 @@ class Rank:
         """Answers ``ready``: (name, bytes) of every gradient, in the order in which a step makes them ready."""
         return {"ready": self._loop.ready()}
 
+    def layers(self) -> dict[str, Any]:
+        """Answers ``layers``: what a compiler can have, in a framework that has one."""
+        return {"layers": getattr(self._loop, "layers", list)()}
+
     def train(self, steps: int, window: int) -> dict[str, Any]:
         """Train ``steps`` steps, then time ``window``. Answers ``times_ns``."""
         self._train(steps)

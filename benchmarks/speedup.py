@@ -20,6 +20,11 @@ that speed-up; ``in_job_ms`` is what was in force in the job that was tuned. ``s
 nothing to hold the link back, or over what the gradients take at the link's rate, whichever is more; its windows take
 turns as well.
 
+Where layers can be compiled (Keras), ``clusters_ms`` has three arms that take turns: no XLA, ``everything`` that XLA
+can have (what follows each other is one cluster, as its auto-clustering would have it: gradients are there at its end),
+and dpro's plan; ``clusters_unshaped_ms`` the same with nothing to hold the link back. What lies between is what a step
+waits for its gradients.
+
 ``python -m benchmarks.speedup --json`` prints ``{place, cuts, cells, summary}``; a cell has the keys ``model, comm,
 link, hosts, default_ms, tuned_ms, autotune_ms, sweep_best_ms, predicted_ms, verdict``, spreads and what was set.
 """
@@ -122,6 +127,8 @@ def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, 
         "steps": {arm: len(times) for arm, times in times_ms.items()},
     }  # fmt: skip
     found["possible_speedup"] = _possible(job, link, sum(nbytes for _, nbytes in ready))
+    if comms.COMMS[jobs.comm].compiles:
+        found |= _clusters(job, link, kept, args)
     if tuned["at_start"]:
         found |= _started_anew(job, link, Plan.loads(tuned["at_start"]), found["default_ms"], args)
     if comms.COMMS[jobs.comm].launcher == "horovod" and args.autotune_factor:
@@ -204,6 +211,23 @@ def _beside(
     finally:
         job.resume()
     return ratios
+
+
+def _clusters(job: JobSet, link: str, kept: str | None, args: argparse.Namespace) -> dict[str, Any]:
+    """See the module's ``clusters_ms``."""
+    whole = Plan(compile_regions=job.ask("layers")[0]["layers"]).dumps()
+    arms = {"no XLA": None, "everything": whole, "dpro": kept}
+
+    def medians() -> dict[str, float]:
+        times = _arms(job, arms, {}, args.rounds, args)
+        return {arm: round(statistics.median(found), 2) for arm, found in times.items()}
+
+    found: dict[str, Any] = {"clusters_ms": medians()}
+    job.bed.set_rate(UNSHAPED)
+    found["clusters_unshaped_ms"] = medians()
+    job.bed.set_rate(LINKS[link])
+    compiled = Plan.loads(kept).compile_regions if kept else None
+    return {**found, "compiled_layers": len(compiled or [])}
 
 
 def _possible(job: JobSet, link: str, nbytes: int) -> float:

@@ -111,6 +111,26 @@ def speedup_table(result: dict[str, Any]) -> Table:
     return Table("speedup", _document(result, columns, result["cells"], words))
 
 
+def clusters_table(result: dict[str, Any]) -> Table:
+    """Of ``benchmarks.speedup``: what XLA is worth in the cells where it can be had."""
+
+    def arm(name: str) -> Callable[[dict[str, Any]], str]:
+        return lambda c: f"{_ms(c['clusters_ms'][name])} ({_ms(c['clusters_unshaped_ms'][name])})"
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        **_IDENTITY,
+        "no XLA ms (link free)": arm("no XLA"),
+        "everything compiled": arm("everything"),
+        "dpro's plan": arm("dpro"),
+        "layers compiled": lambda c: str(c["compiled_layers"]),
+        "against no XLA": lambda c: f"{c['clusters_ms']['no XLA'] / c['clusters_ms']['dpro']:.3f}×",
+        "against everything": lambda c: f"{c['clusters_ms']['everything'] / c['clusters_ms']['dpro']:.3f}×",
+        "noise": lambda c: _pct(c["noise_pct"], ""),
+    }
+    rows = [cell for cell in result["cells"] if "error" in cell or "clusters_ms" in cell]
+    return Table("clusters", _document(result, columns, rows, f"{len(rows)} cells"))
+
+
 def _start(cell: dict[str, Any]) -> str:
     """How a job is started that follows the plan."""
     return f"started with cycle time {cell['start_plan']['cycle_time']:g} ms; in the job {_ms(cell['in_job_ms'])}"
@@ -159,12 +179,14 @@ def _pct(value: float, sign: str = "+") -> str:
 def main() -> int:
     """Write the table of a stored result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("kind", choices=["accuracy", "plans", "speedup"])
+    parser.add_argument("kind", choices=["accuracy", "plans", "speedup", "clusters"])
     parser.add_argument("result", type=Path, help="what the benchmark printed with --json")
     parser.add_argument("document", type=Path)
     parser.add_argument("--name", help="of the markers, if not that of the kind: a table of some cells only")
     args = parser.parse_args()
-    make = {"accuracy": accuracy_table, "plans": plans_table, "speedup": speedup_table}[args.kind]
+    make = {"accuracy": accuracy_table, "plans": plans_table, "speedup": speedup_table, "clusters": clusters_table}[
+        args.kind
+    ]
     try:
         table = make(json.loads(args.result.read_text()))
         (Table(args.name, table.text) if args.name else table).into(args.document)

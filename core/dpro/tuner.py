@@ -168,7 +168,7 @@ class Tuner:
             captured = yield from self._capture(base_ms)
             self.state = State.PLAN
             # rank 0 alone times regions: the others wait for its plans a little longer, and never for its compiler
-            blob = self._guard(lambda: pack_trace(self._with_regions(captured))) if captured else None
+            blob = self._guard(lambda: pack_trace(self._with_regions(captured))) if captured is not None else None
             patience_s = 3 * settings.search_s + 2 * settings.regions_s + settings.timeout_s
             decision = self._meet("plan", blob or b"", self._plan, extra_s=patience_s)
         else:

@@ -25,6 +25,7 @@ QUICK = {
     "DPRO_VERIFY_STEPS": "3",
     "DPRO_TRIALS": "1",
     "DPRO_SEARCH_S": "2",
+    "DPRO_REGIONS_S": "0",
     "DPRO_TIMEOUT_S": "20",
 }
 

@@ -8,6 +8,7 @@ import horovod.tensorflow.keras as hvd
 from tensorflow import keras
 
 from tests.frameworks.horovod_keras.jobs import GROUPS, compiled, decide, dense, fit, job, net, report
+from tests.frameworks.patches import patch
 
 
 class Twice(keras.layers.Layer):
@@ -78,3 +79,48 @@ def evaluated(tune: str) -> dict[str, Any]:
         x = np.ones((4, 32), np.float32)
         same = bool((model.predict(x, verbose=0) == other.predict(x, verbose=0)).all())
         return report(model, None) | {"verdict": found["verdict"], "same": same}
+
+
+def searched(mode: str) -> dict[str, Any]:
+    """The whole way, and what was timed on it. ``mode``: "" without dpro.
+
+    In ``apply`` the times that a region was measured to take compiled are halved: tiny layers gain nothing of it, and a
+    region is to be proposed and put in force.
+    """
+    import dpro.tuner
+    from dpro.plan import Plan
+    from dpro.planning import make_plans
+    from dpro.trace.regions import Region, RegionTime
+    from dpro_integrations import keras as integration
+    from dpro_integrations import keras_horovod
+    from dpro_integrations.keras import DproCallback
+
+    timed: list[Region] = []
+    time_regions = keras_horovod.time_regions
+
+    def halved(*args: Any) -> list[Region]:
+        timed.extend(time_regions(*args))
+        if mode != "apply":
+            return timed
+        half = [(t.forward_ns, t.backward_ns, t.forward_ns // 2, t.backward_ns // 2) for t in (r.time for r in timed)]
+        return [Region(r.layers, r.tensors, r.kind, RegionTime(*ns)) for r, ns in zip(timed, half, strict=True)]
+
+    def planner(*args: Any) -> Any:
+        planned = make_plans(*args)
+        if not any(plan.compile_regions for _, plan in planned.plans):  # no step is the same twice on a busy machine
+            planned.plans = [("forced", Plan(compile_regions=["bn", "ln"]))]
+        return planned
+
+    decide(True)
+    patch(keras_horovod, "time_regions", halved)
+    patch(integration, "Tuner", lambda *args, **given: dpro.tuner.Tuner(*args, planner=planner, **given))
+    with job():
+        model = compiled(model_of("norms"), keras.optimizers.SGD(0.01))
+        ours = [DproCallback(mode=mode, regions_s=60.0)] if mode else []
+        found = fit(model, ours, validation_data=None)
+        return found | {
+            "numbers": {v.name: v.numpy().ravel().tolist() for v in model.weights},
+            "timed": [[*region.layers] for region in timed],
+            "ns": [[r.time.plain_ns, r.time.fused_ns] for r in timed],
+            "wrapped": sorted(layer.name for layer in model._flatten_layers() if "call" in vars(layer)),
+        }

@@ -67,3 +67,28 @@ def test_only_training_is_compiled(ranks: HorovodRanks, tmp_path: Path) -> None:
     for value in ranks.run(f"{JOBS}:evaluated", tmp_path, tune="plan").ok().values:
         assert value["verdict"] == "KEPT"
         assert value["same"]
+
+
+def test_regions_are_timed_beside_the_training_and_compiled_where_the_search_says_so(
+    ranks: HorovodRanks, tmp_path: Path
+) -> None:
+    without, suggested, applied = (
+        ranks.run(f"{JOBS}:searched", tmp_path / (mode or "without"), mode=mode).ok()
+        for mode in ("", "suggest", "apply")
+    )
+    for value, other in zip(suggested.values, without.values, strict=True):
+        assert value["verdict"] == "SUGGESTED", suggested.logs
+        # moving averages too: all that was timed left no trace
+        assert value["numbers"] == other["numbers"]
+        assert value["wrapped"] == []
+    for found in (suggested, applied):
+        assert found.values[1]["timed"] == []  # rank 0 alone
+        assert sorted(found.values[0]["timed"]) == [["bn"], ["bn", "ln"], ["ln"]]
+        assert all(ns > 0 for pair in found.values[0]["ns"] for ns in pair)
+    for value, other in zip(applied.values, without.values, strict=True):
+        assert value["verdict"] == "KEPT", applied.logs
+        assert set(value["wrapped"]) <= {"bn", "ln"}
+        assert value["wrapped"]
+        for name, numbers in other["numbers"].items():
+            apart = np.linalg.norm(np.subtract(value["numbers"][name], numbers))
+            assert apart <= 1e-5 * max(np.linalg.norm(numbers), 1e-3), name
