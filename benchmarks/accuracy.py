@@ -32,6 +32,8 @@ from dpro.errors import DproError
 
 FLOOR_PCT = 2.0
 MOST_RUNS = 3
+#: TensorFlow's first ten steps take and touch fresh memory (1,700 page faults each here, 30 from then on).
+WARMUP = 12
 #: Links of the matrix by number of hosts, for torch: with more than two the compute is emulated.
 LINKS_OF = {2: tuple(LINKS), 4: ("200mbit",), 8: ("200mbit",)}
 #: And for the other frameworks, which compute for real only.
@@ -172,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--comms", nargs="+", default=COMMS, choices=COMMS)
     parser.add_argument("--links", nargs="+", default=tuple(LINKS), choices=tuple(LINKS))
     parser.add_argument("--hosts", nargs="+", type=int, default=None, help="default 2 4 8; 2 with --plans")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before a cell's first window")
+    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before a cell's first window")
     parser.add_argument("--steps", type=int, default=5, help="steps per window and per capture")
     parser.add_argument("--captures", type=int, default=10, help="captures per cell; un-profiled windows are two more")
     parser.add_argument("--most-runs", type=int, default=MOST_RUNS, help="runs of a cell that is too noisy")

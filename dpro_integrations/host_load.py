@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import statistics
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 _NONE = (0, 0)
+#: Steps whose CPU time a capture's is held against.
+_CPU_STEPS = 10
 #: A thread that runs for more of the time than this computes; one that only keeps in touch sleeps between rounds. (How
 #: long a thread waits for a core says nothing: on a busy one each of those rounds waits for its turn.)
 _COMPUTES = 0.5
@@ -69,6 +73,44 @@ class IdleLoad:
     def share(self) -> float:
         """Of one core, 0 to below 1; 0 where nothing is known."""
         return min(self._cpu_ns / self._wall_ns, 0.99) if self._wall_ns else 0.0
+
+
+class StepCpu:
+    """CPU time of the process in each step: what a capture adds to it. :meth:`begin` and :meth:`end` enclose a step."""
+
+    def __init__(self) -> None:
+        #: of the last steps without a capture, and of those of the latest one, ns
+        self.usual_ns: deque[int] = deque(maxlen=_CPU_STEPS)
+        self.captured_ns: list[int] = []
+        self._capturing = False
+        self._at: int | None = None
+
+    def begin(self) -> None:
+        self._at = time.process_time_ns()
+
+    def end(self) -> None:
+        """Counts only after a :meth:`begin`."""
+        if self._at is None:
+            return
+        took, self._at = time.process_time_ns() - self._at, None
+        (self.captured_ns.append if self._capturing else self.usual_ns.append)(took)
+
+    def capture(self, runs: bool) -> None:
+        """A capture begins, with the next step, or ends: the step that is under way counts for neither."""
+        if runs:
+            self.captured_ns.clear()
+        self._capturing = runs
+        self._at = time.process_time_ns() if runs else None
+
+    def per_event_ns(self, events: float, least_ns: float, most_ns: float) -> float:
+        """What recording an event costs, within bounds, where a step has ``events``: what the captured steps took more.
+
+        Without steps to compare, the least.
+        """
+        if not self.usual_ns or not self.captured_ns:
+            return least_ns
+        grown_ns = statistics.median(self.captured_ns) - statistics.median(self.usual_ns)
+        return min(max(grown_ns / max(1.0, events), least_ns), most_ns)
 
 
 def _read() -> dict[int, tuple[int, int]]:

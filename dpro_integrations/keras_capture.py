@@ -11,11 +11,9 @@ import contextlib
 import functools
 import os
 import socket
-import statistics
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +29,7 @@ from dpro.clock.identity import CLOCK_ID, clock_id
 from dpro.trace import horovod, wire, xplane
 from dpro.trace.dataflow import normalise
 from dpro.trace.model import EventKind, RankTrace, Tensor, TraceBuilder
-from dpro_integrations.host_load import HostLoad
+from dpro_integrations.host_load import HostLoad, StepCpu
 from dpro_integrations.host_load import _read as read_threads
 from dpro_integrations.keras_graph import StepGraph
 
@@ -40,8 +38,6 @@ from dpro_integrations.keras_graph import StepGraph
 LIMIT_STEPS = 20.0
 LEAST_LIMIT_S = 2.0
 LIMIT_BYTES = 512 << 20
-#: Steps whose CPU time a capture's is held against.
-_CPU_STEPS = 10
 #: How often, and on how many ops, it is measured what recording an op costs.
 _PROBE_RUNS, _PROBE_OPS, _PROBE = 24, 64, "dpro_probe"
 #: An op of a real model costs at most so many times what the probe's does: colder caches, fresh memory.
@@ -51,34 +47,6 @@ _IDLE_S, _IDLE_LOOKS = 0.03, 3
 _CLOCK_MARKS = 5
 _TAKEN_OVER = "the job's own profiler took over"
 _OPTIONS = {"host_tracer_level": 3, "python_tracer_level": 0, "device_tracer_level": 0}
-
-
-class StepCpu:
-    """CPU time of the process in each step: what a capture adds to it. :meth:`begin` and :meth:`end` enclose a step."""
-
-    def __init__(self) -> None:
-        #: of the last steps without a capture, and of those of the latest one, ns
-        self.usual_ns: deque[int] = deque(maxlen=_CPU_STEPS)
-        self.captured_ns: list[int] = []
-        self._capturing = False
-        self._at: int | None = None
-
-    def begin(self) -> None:
-        self._at = time.process_time_ns()
-
-    def end(self) -> None:
-        """Counts only after a :meth:`begin`."""
-        if self._at is None:
-            return
-        took, self._at = time.process_time_ns() - self._at, None
-        (self.captured_ns.append if self._capturing else self.usual_ns.append)(took)
-
-    def capture(self, runs: bool) -> None:
-        """A capture begins, with the next step, or ends: the step that is under way counts for neither."""
-        if runs:
-            self.captured_ns.clear()
-        self._capturing = runs
-        self._at = time.process_time_ns() if runs else None
 
 
 class Capture:
@@ -204,11 +172,8 @@ class Capture:
 
         The probe fits into the cache: it tells the least that an op can cost, and with it what growth is the machine's.
         """
-        if not self._cpu.usual_ns or not self._cpu.captured_ns:
-            return least_ns
-        grown_ns = statistics.median(self._cpu.captured_ns) - statistics.median(self._cpu.usual_ns)
         inside = int(((trace.kind == EventKind.CPU_OP) & (trace.step >= 0)).sum())
-        return min(max(grown_ns * trace.steps / max(1, inside), least_ns), _MOST_PROBES * least_ns)
+        return self._cpu.per_event_ns(inside / max(1, trace.steps), least_ns, _MOST_PROBES * least_ns)
 
     def _open_step(self) -> None:
         with self._lock:

@@ -23,7 +23,8 @@ from dpro.trace.model import RankTrace, Tensor
 from dpro.trace.regions import Region
 from dpro_integrations.horovod_settings import library_settings
 from dpro_integrations.horovod_start import switched_on
-from dpro_integrations.keras_capture import Capture, StepCpu, warm_up
+from dpro_integrations.host_load import StepCpu
+from dpro_integrations.keras_capture import Capture, warm_up
 from dpro_integrations.keras_clusters import time_regions
 from dpro_integrations.keras_graph import Tracing, name_of, nodes_of, seeded_in, traced_functions
 from dpro_integrations.keras_groups import TrainStep, settings_of, tensor_bytes

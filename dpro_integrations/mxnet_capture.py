@@ -8,6 +8,7 @@ for, so that all of it is recorded. What the rows are made of is in ``mxnet_rows
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import socket
 import tempfile
@@ -24,9 +25,9 @@ from mxnet.gluon import Block, HybridBlock
 from dpro.clock.identity import CLOCK_ID, clock_id
 from dpro.trace import mxnet as profiles
 from dpro.trace import wire
-from dpro.trace.model import RankTrace, Tensor
+from dpro.trace.model import EventKind, RankTrace, Tensor
 from dpro_integrations import mxnet_engine, mxnet_profiler
-from dpro_integrations.host_load import HostLoad
+from dpro_integrations.host_load import HostLoad, StepCpu
 from dpro_integrations.mxnet_rows import HANDED_MARK, REDUCED_MARK, STEP_MARK, Log, rows
 from dpro_integrations.mxnet_steps import reduced, weights
 
@@ -36,9 +37,10 @@ LIMIT_STEPS = 20.0
 LEAST_LIMIT_S = 2.0
 LIMIT_BYTES = 512 << 20
 _TAKEN_OVER = "the job's own profiler took over"
-#: How often, and on how many ops, it is measured what recording an event costs.
-_PROBE_RUNS = 7
-_PROBE_OPS = 200
+#: How often, and on how many ops, it is measured what recording an op costs.
+_PROBE_RUNS, _PROBE_OPS, _PROBE = 24, 64, "dpro_probe"
+#: An op of a real model costs at most so many times what the probe's does: colder caches, fresh memory.
+_MOST_PROBES = 4.0
 
 
 class StepCapture:
@@ -49,6 +51,8 @@ class StepCapture:
     Args:
         trainer: the ``gluon.Trainer``; its parameters are initialised.
         usual_s: the longest step so far, seconds.
+        cpu: of the process, in steps without us, where it says what a step costs (nothing in it spins); goes on being
+            told of those that are captured.
 
     Raises:
         RuntimeError: the job uses the profiler, or an operation of its own failed.
@@ -57,8 +61,8 @@ class StepCapture:
     #: The library's ops in the engine, which end when the communication does.
     operators: tuple[str, ...] = ()
 
-    def __init__(self, trainer: Any, usual_s: float) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, usual_s: float, cpu: StepCpu | None = None) -> None:
+        self._trainer, self._cpu = trainer, cpu or StepCpu()
         named = reduced(trainer)
         self._parameters = [parameter for _, parameter in named]
         #: place in ``trainer._params`` -> number of the gradient
@@ -82,7 +86,7 @@ class StepCapture:
             self._file = Path(folder) / "profile.json"
             mxnet_profiler.borrow(str(self._file), self._give_way)
             self._undo.callback(mxnet_profiler.give_back)
-            self._overhead_ns = max(0.0, _probe_ns() - plain_ns)
+            self._least_ns = max(0.0, _probe_ns() - plain_ns)
             self._blocks = _hybrid_blocks(trainer)
             for block in self._blocks:
                 self._undo.callback(_without_bulks(block))
@@ -95,6 +99,7 @@ class StepCapture:
             self._clock_pair = _clock_pair_ns()
             self._log.begin = time.monotonic_ns()
             self._deadline = time.monotonic() + self._limit_s
+            self._cpu.capture(True)
         except BaseException:
             self.abort()
             raise
@@ -115,6 +120,7 @@ class StepCapture:
         """
         if self._lost:
             raise RuntimeError(self._lost)
+        self._cpu.capture(False)
         mxnet_engine.mark("dpro/end", [*weights(self._trainer), *self._marked], [self._token])
         mxnet_engine.wait(self._token)
         contention = self._host.since()
@@ -129,18 +135,19 @@ class StepCapture:
             raw = profiles.read(self._file)
         raw.shift(-((self._clock_pair + last_pair) // 2))
         raw.meta.clock, raw.meta.host = "monotonic", socket.gethostname()
-        raw.meta.event_overhead_ns = self._overhead_ns
         raw.meta.contention = contention
         raw.meta.extra[CLOCK_ID] = clock_id()
         self._describe(raw)
         names = [parameter.name for parameter in self._parameters]
         trace, ready = rows(raw, self._log, names, self.operators, self._symbol())
         trace.tensors = self._tensors(ready)
+        trace.meta.event_overhead_ns = self._overhead_ns(raw, trace)
         return self._tap.add_to(trace)
 
     def abort(self) -> None:
         """Detach, keep nothing. Never raises."""
         with contextlib.suppress(Exception):
+            self._cpu.capture(False)
             self._undo.close()
 
     # -- for subclasses ------------------------------------------------------------------------
@@ -220,6 +227,18 @@ class StepCapture:
         self._lost = self._lost or reason
         self.abort()
 
+    def _overhead_ns(self, raw: RankTrace, trace: RankTrace) -> float:
+        """CPU time per op of ``trace`` that it took to record all that is in ``raw``, marks and bookkeeping too, ns.
+
+        Told by how much the process' CPU time grew. The probe fits into the cache: it tells the least that an event can
+        cost, and with it what growth is the machine's.
+        """
+        begin, end = int(trace.step_bounds[0, 0]), int(trace.step_bounds[-1, 1])
+        recorded = int(((raw.start >= begin) & (raw.start < end)).sum())
+        ops = max(1, int(((trace.kind == EventKind.CPU_OP) & (trace.step >= 0)).sum()))
+        least_ns = self._least_ns * recorded / ops
+        return self._cpu.per_event_ns(ops / trace.steps, least_ns, _MOST_PROBES * least_ns)
+
     def _symbol(self) -> str:
         """JSON of the graph that holds most of the parameters, as MXNet runs it."""
         graphs = [block._cached_graph for block in self._blocks if block._cached_graph]
@@ -283,19 +302,28 @@ def _without_bulks(block: Any) -> Callable[[], None]:
     return undo
 
 
+@functools.cache
+def _probe() -> tuple[Any, Any]:
+    """A graph of small ops, one after another, and what to call it with. MXNet makes bulks of it while none records."""
+    result = mx.sym.Variable(f"{_PROBE}_data")
+    for number in range(_PROBE_OPS):
+        result = mx.sym.negative(result, name=f"{_PROBE}{number}")
+    with mx.autograd.pause():
+        return mx.nd.CachedOp(result, []), mx.nd.ones((4, 4), ctx=mx.cpu())
+
+
 def _probe_ns() -> float:
-    """CPU time of handing in and running one op that does nothing; more with the profiler, for its event.
+    """CPU time of handing in and running one op; more with the profiler, for its event, and as there are no bulks.
 
     The least of several: other threads of the process run meanwhile.
     """
-    token = mxnet_engine.array()
+    graph, data = _probe()
     times = []
-    for _ in range(_PROBE_RUNS):
-        start = time.process_time_ns()
-        for _ in range(_PROBE_OPS):
-            mxnet_engine.mark("dpro/probe", (), (token,))
-        mxnet_engine.wait(token)
-        times.append((time.process_time_ns() - start) / _PROBE_OPS)
+    with mx.autograd.pause():
+        for _ in range(_PROBE_RUNS):
+            start = time.process_time_ns()
+            mxnet_engine.wait(graph(data))
+            times.append((time.process_time_ns() - start) / _PROBE_OPS)
     return min(times)
 
 

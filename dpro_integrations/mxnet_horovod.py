@@ -23,6 +23,7 @@ from dpro.trace.model import RankTrace
 from dpro_integrations.horovod_exchange import join_exchange
 from dpro_integrations.horovod_settings import library_settings, patient
 from dpro_integrations.horovod_start import switched_on
+from dpro_integrations.host_load import StepCpu
 from dpro_integrations.mxnet_adapter import GluonAdapter
 from dpro_integrations.mxnet_capture import StepCapture
 from dpro_integrations.mxnet_groups import Groups, reduces_as_stock
@@ -63,6 +64,7 @@ class HorovodMXNetAdapter(GluonAdapter):
         super().__init__(trainer, exchange)
         self._groups = Groups(trainer)
         self._place = hvd.rank(), hvd.size()
+        self._cpu = StepCpu()
 
     def capabilities(self) -> set[Knob]:
         return set() if self.why_not() else {Knob.GROUPS, Knob.CYCLE_TIME}
@@ -82,6 +84,8 @@ class HorovodMXNetAdapter(GluonAdapter):
         return ""
 
     def obstacle(self) -> str:
+        self._cpu.end()
+        self._cpu.begin()
         if not hvd.is_initialized():
             return "Horovod was shut down"
         if (hvd.rank(), hvd.size()) != self._place:
@@ -112,7 +116,7 @@ class HorovodMXNetAdapter(GluonAdapter):
         return f"horovod {horovod.__version__}, mxnet {mx.__version__}"
 
     def _new_capture(self, usual_s: float) -> StepCapture:
-        return Capture(self._trainer, usual_s)
+        return Capture(self._trainer, usual_s, self._cpu)
 
 
 adapter = HorovodMXNetAdapter

@@ -202,7 +202,7 @@ def _with_gradients(
 ) -> tuple[RankTrace, list[int]]:
     """``trace`` with an op for each hand-in, updates by their parameters, SUBMIT and WAIT rows; the ready order."""
     flow: dict[str, list[str]] = dict(trace.meta.extra.get("dataflow", {}))
-    producers = _producers(flow, names)
+    producers, readers = _producers(flow, names), _readers(flow, names)
     place = {name: i for i, name in enumerate(trace.names)}
     column = trace.name.copy()
     more = TraceBuilder(trace.meta)
@@ -232,12 +232,18 @@ def _with_gradients(
                 name = f"{names[numbers[0]]}_{operator_of[row]}"
                 column[row] = place.setdefault(name, len(place))
                 flow[name] = list(dict.fromkeys(carriers[n] for n in numbers if n in carriers))
+                for node in dict.fromkeys(node for n in numbers for node in readers.get(n, ())):
+                    if name not in flow[node]:  # in the next pass: what is still to be written is read by nobody
+                        flow[node] = [*flow[node], name]
         for r in mine:
             for number in r.numbers:
                 more.add(SUBMIT, EventKind.ANNOTATION, r.resource, r.start, r.handed, tensor=number)
-                used = [int(trace.start[row]) for row, numbers, _ in users if number in numbers]
-                if used and min(used) >= r.handed:
-                    more.add(WAIT, EventKind.ANNOTATION, r.resource, r.handed, min(used), tensor=number)
+                used = [(int(trace.start[row]), update) for row, numbers, update in users if number in numbers]
+                if used and min(used)[0] >= r.handed:
+                    first, update = min(used)
+                    # an update is tied to the hand-in by its name, and may have waited for its turn since
+                    there_at = min(first, r.end) if update else first
+                    more.add(WAIT, EventKind.ANNOTATION, r.resource, r.handed, there_at, tensor=number)
     trace.meta.extra["dataflow"] = flow
     trace = replace(trace, columns={**trace.columns, "name": column}, names=list(place))
     return trace.joined(more.freeze([])), ready
@@ -261,6 +267,17 @@ def _producers(flow: dict[str, list[str]], names: Sequence[str]) -> dict[int, li
         for name in inputs:
             if name in number and f"{node}_backward" in flow:
                 found.setdefault(number[name], []).append(f"{node}_backward")
+    return found
+
+
+def _readers(flow: dict[str, list[str]], names: Sequence[str]) -> dict[int, list[str]]:
+    """Gradient -> the nodes that read its parameter."""
+    number = {name: i for i, name in enumerate(names)}
+    found: dict[int, list[str]] = {}
+    for node, inputs in flow.items():
+        for name in inputs:
+            if name in number:
+                found.setdefault(number[name], []).append(node)
     return found
 
 
@@ -315,7 +332,12 @@ def _users(
     # in the order in which they could run: when the last of their gradients was there, else as they were pushed
     ready = sorted((max((reduced.get(n, 0) for n in u), default=0), place, u) for place, u in enumerate(updates) if u)
     starts = [int(trace.start[row]) for row in ran]
-    fits = all(start >= when - _TICK_NS for start, (when, _, _) in zip(starts, ready, strict=False))
+    # a mark may come late, on a busy core, but nothing is used before it was handed in
+    handed = {number: r.handed for r in reductions for number in r.numbers}
+    fits = all(
+        start >= max((handed.get(n, 0) for n in u), default=0) - _TICK_NS
+        for start, (_, _, u) in zip(starts, ready, strict=False)
+    )
     if len(ran) == len(ready) and fits:
         return [*found, *((row, u, True) for row, (_, _, u) in zip(ran, ready, strict=True))]
     # an optimizer of several ops, or one that MXNet has no op for: the first that could have been it

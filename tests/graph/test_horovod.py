@@ -22,7 +22,13 @@ RESPONSES = (((0, 1), 310, 600), ((2,), 610, 800))
 
 
 def trace(
-    rank: int = 0, *, later: int = 0, responses: bool = True, clock: int = 0, sizes: tuple[int, ...] = ()
+    rank: int = 0,
+    *,
+    later: int = 0,
+    responses: bool = True,
+    clock: int = 0,
+    sizes: tuple[int, ...] = (),
+    told: tuple[tuple[tuple[int, ...], int, int], ...] = RESPONSES,
 ) -> RankTrace:
     """One step of 1,000 µs. Backward ends at 400; rank 1 hands the second gradient in at ``300 + later``.
 
@@ -41,7 +47,7 @@ def trace(
     for tensor, (start, end) in enumerate(((400, 600), (600, 600), (600, 800))):
         add(horovod.WAIT, EventKind.ANNOTATION, start, end, tensor=tensor)
     add("aten::add_", EventKind.CPU_OP, 800, 900)
-    for sequence, (members, start, end) in enumerate(RESPONSES if responses else ()):
+    for sequence, (members, start, end) in enumerate(told if responses else ()):
         facts = Collective("allreduce", horovod.GROUP, sequence, tensors=members)
         spans = (start + clock) * US, (end + clock) * US
         horovod.collective_row(builder, facts, *spans, BYTES * len(members))
@@ -94,6 +100,13 @@ def test_cost_is_told_from_negotiation() -> None:
     assert model.delay_ns == 4 * US
     # one busy stretch of two buckets: 120,000 bytes in 490 µs, the mean of which is one point
     assert model.time_ns(60_000) == 245 * US
+
+
+def test_what_was_long_in_coming_is_not_overtaken() -> None:
+    """Handed in at 200, agreed on at 450; the other two, complete at 400, go after it all the same."""
+    late = ((0,), 450, 600), ((1, 2), 610, 800)
+    graph = graph_of(trace(0, told=late), trace(1, told=late))
+    assert replay(graph).makespan_ns == 1000 * US
 
 
 def test_the_other_rank_is_told() -> None:
@@ -159,6 +172,22 @@ def test_one_handed_in_later_elsewhere_stays_behind() -> None:
     )
     found = horovod_wire.with_responses(seen, 2)
     assert [found.collectives[row].tensors for row in sorted(found.collectives)] == [(1, 2), (0,)]
+
+
+def test_ranks_with_orders_of_their_own() -> None:
+    """One gradient for each of three responses of one size, rank 1 another first: rank 0 is believed, and rank 1's
+    clock."""
+    runs = (BYTES, 212, 290), (BYTES, 312, 380), (BYTES, 412, 500)
+    asks = 100, 205, 305, 405, 801
+    one = on_the_wire(trace(0, responses=False), *runs, ask_at=asks)
+    other = trace(1, responses=False)
+    other.columns["tensor"] = np.where(other.tensor >= 0, (other.tensor + 1) % 3, -1).astype(np.int32)
+    other = on_the_wire(other, *((n, start + 3, end + 5) for n, start, end in runs), ask_at=asks)
+    first, second = with_responses([one, other])
+    rows = [sorted(trace.collectives) for trace in (first, second)]
+    for trace_, mine in zip((first, second), rows, strict=True):
+        assert [trace_.collectives[row].tensors for row in mine] == [(0,), (1,), (2,)]
+    assert (second.end[rows[1]] - first.end[rows[0]]).tolist() == [5 * US] * 3
 
 
 def test_a_cut_exchange_in_the_middle_of_a_response() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from dpro.clock.match import match_collectives
 from dpro.errors import TraceError
 from dpro.graph.comm import Run, add_messages
 from dpro.graph.cycles import break_cycles
+from dpro.graph.dataflow import is_dataflow, skip_ahead
 from dpro.graph.ddp import CHANNEL, IN_FLIGHT
 from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import NO_RESOURCE, Bucket, Graph, OpKind, TensorInfo
@@ -136,8 +138,8 @@ class _Assembly:
         origin = max(begins) if step > 0 else min(begins)
         #: how much later than the graph each rank begins, ns; without one clock nobody knows
         self.late = [begin - origin if capture.clock.aligned else 0 for begin in begins]
-        for local, late in zip(self.locals, self.late, strict=True):
-            _skip_ahead(local, -late)
+        for trace, local, late in zip(traces, self.locals, self.late, strict=True):
+            (skip_ahead if is_dataflow(trace) else _skip_ahead)(local, -late)
         #: id(draft) of all that lies between a gradient's OUT and IN, where a server is between them
         self.pushed = self.partitions.add_drafts(self.locals, step) if self.partitions else set[int]()
         self.ids: dict[int, int] = {}  # id(draft) -> op, what successors of the draft depend on
@@ -239,10 +241,15 @@ class _Assembly:
                 continue
             times.append(op.start)
         previous_end = -(2**62)
+        edges: set[tuple[int, int]] = set()
+        through: list[int] = []  # on the channel
         for group in groups:
             previous_end = self._transfer(group, previous_end)
             times.append(self._launched(group))
-        edges: set[tuple[int, int]] = set()
+            if self.negotiated and _members(group)[0].resource == CHANNEL:
+                through.append(self.ids[id(_members(group)[0])])
+        # what is agreed on later is reduced later, also where an earlier one was long in coming
+        edges.update(pairwise(through))
         for run, added in zip(runs, add_messages(graph, runs, [x.rank for x in self.locals]), strict=True):
             times += added.times
             edges |= added.edges
@@ -289,7 +296,7 @@ class _Assembly:
             gap = max(0, gap + self.late[index])
         return self.graph.add_op(
             op.name, op.kind, resource=self.graph.resource(op.resource) if op.resource else NO_RESOURCE,
-            duration=op.duration, gap=gap, tensor=op.tensor, rank=local.rank, nbytes=op.nbytes,
+            duration=op.duration, gap=gap, priority=op.priority, tensor=op.tensor, rank=local.rank, nbytes=op.nbytes,
         )  # fmt: skip
 
     def _launched(self, group: list[DraftOp | None]) -> int:

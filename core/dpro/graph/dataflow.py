@@ -18,6 +18,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import accumulate
+from statistics import median
 
 import numpy as np
 
@@ -72,6 +74,90 @@ def build(trace: RankTrace, begin: int, end: int, rank: int) -> Local:
     followed = {id(p) for ops in local.chains.values() for op in ops for p in op.preds}
     local.last.after(*(op for ops in local.chains.values() for op in ops if id(op) not in followed), first)
     return local
+
+
+def settle(local: Local, overhead_ns: float) -> None:
+    """Tell what an op waited for from what its thread did meanwhile; to be called when responses are known.
+
+    Args:
+        overhead_ns: of recording an op.
+
+    An IN that is known by its first user is put where its response was delivered: there its user began to wait for its
+    turn. And a thread that had an op to run since before its last one ended was not idle in between: that is time of
+    the thread's (taking the next op, waiting for a core), no latency, which would pass while the thread runs others.
+    """
+    _deliver(local)
+    for resource, chain in local.chains.items():
+        ops = sorted((op for op in chain if op.resource == resource), key=lambda op: (op.start, op.end))
+        ready = [max((p.end for p in op.preds), default=local.begin) for op in ops]
+        _yield(ops, ready)
+        soonest = list(accumulate(reversed(ready), min))[::-1]  # of each op and those that ran after it
+        for i, op in enumerate(ops):
+            before = op.behind
+            if before is None or before is local.first or not soonest[i] <= before.end < op.start:
+                continue
+            held = next(k for k in range(i, len(ops)) if ready[k] <= before.end)
+            waited = op.start - before.end
+            if held == i:
+                op.start = before.end
+                op.duration = max(0, op.end - op.start - round(overhead_ns))
+            else:
+                ops[held].duration += waited
+                op.skipped += op.gap(local.begin)
+
+
+def _yield(ops: list[DraftOp], ready: list[int]) -> None:
+    """Whether what waits for a gradient runs as soon as the thread is free, or when nothing else is left, is seen.
+
+    MXNet's queue is first in, first out; TensorFlow's thread first goes on with what its last op set free.
+
+    Args:
+        ops: of a thread, by start.
+        ready: when each could have run.
+    """
+    late = [op.kind == OpKind.UPDATE for op in ops]
+    others = [op.start for op, is_late in zip(ops, late, strict=True) if not is_late]
+    could = overtaken = 0
+    for op, since, is_late in zip(ops, ready, late, strict=True):
+        first = bisect_right(others, since)
+        if is_late and first < len(others):
+            could += 1
+            overtaken += bisect_right(others, op.start) > first + 1  # one may have been in the queue before it
+    if 2 * overtaken > could:
+        for op in (op for op, is_late in zip(ops, late, strict=True) if is_late):
+            op.priority = 1
+
+
+def _deliver(local: Local) -> None:
+    """Delivery of a response is what its first user waited for, where it waited for nothing else (its thread, another
+    gradient); elsewhere it is taken to last as long as usual."""
+    users: dict[int, DraftOp] = {}
+    for op in (op for ops in local.chains.values() for op in ops):
+        for marker in (p for p in op.preds if p.kind == OpKind.IN):
+            users.setdefault(id(marker), op)
+    found: list[tuple[int, int, bool, list[DraftOp]]] = []  # through, first used, whether that one was idle, INs
+    for bucket in local.buckets:
+        markers = sorted((local.ins[t] for t in bucket.members), key=lambda marker: marker.start)
+        through = bucket.run.end if bucket.run is not None else markers[0].start
+        user = users.get(id(markers[0]))
+        if user is None or user.start != markers[0].start:
+            continue
+        idle = all(p is None or p is markers[0] or p.end <= through for p in (*user.preds, user.behind))
+        found.append((through, user.start, idle, markers))
+    usual_ns = round(median([used - through for through, used, idle, _ in found if idle] or [0]))
+    for through, used, idle, markers in found:
+        for marker in markers:
+            marker.start = marker.end = min(marker.start, used if idle else max(through, min(used, through + usual_ns)))
+
+
+def skip_ahead(local: Local, ahead_ns: int) -> None:
+    """Take the first ``ahead_ns`` of the window out of all gaps and durations: other ranks had not begun."""
+    until = local.begin + ahead_ns
+    for op in (op for ops in local.chains.values() for op in ops):
+        gap = op.gap(local.begin)
+        op.skipped += min(gap, max(0, until - (op.start - gap)))
+        if op.start < until:
+            op.duration = op.duration * max(0, op.end - until) // max(1, op.end - op.start)
 
 
 def _threads(trace: RankTrace, begin: int, end: int) -> dict[int, list[int]]:

@@ -29,6 +29,8 @@ class DraftOp:
     collective: int = -1
     #: part of the gap that lies before the graph begins, ns
     skipped: int = 0
+    #: of those that could run, a resource takes the smallest
+    priority: int = 0
     #: op before it on its resource, where that is a queue: waiting for it is neither a dependency nor a gap
     behind: DraftOp | None = None
     #: event rows (host calls) that start inside, first is the one that opened it

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from dpro.graph.draft import DraftBucket, DraftOp, Local
 from dpro.graph.graph import OpKind
 from dpro.trace import horovod_wire
 from dpro.trace.horovod import GROUP, SUBMIT, WAIT, bounds, collective_row
-from dpro.trace.model import EventKind, RankTrace, TraceBuilder
+from dpro.trace.model import Collective, EventKind, RankTrace, TraceBuilder
 
 
 def is_horovod(trace: RankTrace) -> bool:
@@ -111,19 +112,89 @@ def _spans(trace: RankTrace, local: Local) -> list[tuple[str, int, int, int]]:
 def with_responses(traces: list[RankTrace]) -> list[RankTrace]:
     """Traces in which every rank has its COLLECTIVE rows: from its timeline, else from its wire.
 
-    A rank that has neither, or sees other responses than the first that has, is told by that one: its rows, moved
-    to the rank's clock by what must be (:func:`~dpro.trace.horovod.bounds`). Nothing is reduced before it was
-    handed in, and the main thread, which spins while it waits, goes on within microseconds of a response's end.
+    Ranks hand in gradients in orders of their own, so that what they make of their wires may differ. In a step in which
+    it does, all are told by one of them, a timeline if there is one, else whoever tells of most gradients: which went
+    together, and when, where a rank did not see the same number of bytes itself (:class:`_Teacher`).
     """
     if not all(map(is_horovod, traces)):
         return traces
     members = max(len(traces), *(t.meta.world_size for t in traces))  # of a large job a few traces may be given
     seen = [t if _rows(t) else horovod_wire.with_responses(t, members) for t in traces]
-    leader = next((t for t in seen if _rows(t)), None)
-    if leader is None:
+    if not any(map(_rows, seen)):
         return traces
-    known = _contents(leader)
-    return [new if _contents(new) == known else _told(old, leader) for new, old in zip(seen, traces, strict=True)]
+    if all(_contents(trace) == _contents(seen[0]) for trace in seen):
+        return seen
+    timelines = [i for i, trace in enumerate(traces) if _rows(trace)]
+    by_step = [_by_step(trace) for trace in seen]
+    chosen = [
+        max(timelines or range(len(seen)), key=lambda i: sum(len(seen[i].collectives[row].tensors) for row in told[i]))
+        for told in zip(*by_step, strict=False)
+    ]
+    out = []
+    for i, trace in enumerate(traces):
+        if i in timelines:
+            out.append(trace)
+            continue
+        builder, number = TraceBuilder(trace.meta), 0
+        teachers = {j: _Teacher(seen[j], by_step[j], seen[i], by_step[i]) for j in set(chosen)}
+        for step, j in enumerate(chosen):
+            for facts, start, end, nbytes in teachers[j].tell(step):
+                facts = facts if timelines else replace(facts, sequence=number)
+                collective_row(builder, facts, start, end, nbytes)
+                number += 1
+        out.append(trace.joined(builder.freeze([])))
+    return out
+
+
+class _Teacher:
+    """Tells a pupil what the responses of a step were, with the pupil's own times where both saw as many bytes each.
+
+    Else the teacher's times are moved to the pupil's clock: by how far apart the ends are that both saw, or by what
+    must be (:func:`~dpro.trace.horovod.bounds`). Nothing is reduced before it was handed in, and the main thread, which
+    spins while it waits, goes on within microseconds of a response's end.
+    """
+
+    def __init__(self, teacher: RankTrace, told: list[list[int]], pupil: RankTrace, own: list[list[int]]) -> None:
+        self._teacher, self._told, self._pupil, self._own = teacher, told, pupil, own
+        numbers = {tensor.name: i for i, tensor in enumerate(pupil.tensors)}
+        self._members = {
+            row: tuple(
+                numbers[n] for t in teacher.collectives[row].tensors if (n := teacher.tensors[t].name) in numbers
+            )
+            for row in _rows(teacher)
+        }
+        apart = [
+            int(pupil.end[mine]) - int(teacher.end[row])
+            for step in range(min(len(told), len(own)))
+            if self._alike(step)
+            for row, mine in zip(told[step], own[step], strict=True)
+        ]
+        self._offset = round(median(apart)) if apart else self._offset_by_cause()
+
+    def tell(self, step: int) -> list[tuple[Collective, int, int, int]]:
+        """Facts, start, end and bytes of every response."""
+        rows = self._told[step]
+        own = self._own[step] if step < len(self._own) and self._alike(step) else []
+        out = []
+        for place, row in enumerate(rows):
+            facts = replace(self._teacher.collectives[row], tensors=self._members[row])
+            start, end = int(self._teacher.start[row]) + self._offset, int(self._teacher.end[row]) + self._offset
+            if own:
+                start, end = int(self._pupil.start[own[place]]), int(self._pupil.end[own[place]])
+            out.append((facts, start, end, int(self._teacher.nbytes[row])))
+        return out
+
+    def _alike(self, step: int) -> bool:
+        told, own = self._teacher.nbytes[self._told[step]], self._pupil.nbytes[self._own[step]]
+        return len(told) == len(own) > 0 and bool((told == own).all())
+
+    def _offset_by_cause(self) -> int:
+        teacher, pupil, rows = self._teacher, self._pupil, _rows(self._teacher)
+        spans = [(int(teacher.start[row]), int(teacher.end[row])) for row in rows]
+        low, high = bounds(pupil, spans, [list(self._members[row]) for row in rows])
+        clock = pupil.meta.extra.get(CLOCK_ID) or pupil.meta.host
+        same = bool(clock) and clock == (teacher.meta.extra.get(CLOCK_ID) or teacher.meta.host)
+        return 0 if same and low <= 0 <= high else high
 
 
 def _contents(trace: RankTrace) -> list[set[str]]:
@@ -135,18 +206,10 @@ def _rows(trace: RankTrace) -> list[int]:
     return [row for row, facts in sorted(trace.collectives.items()) if facts.group == GROUP]
 
 
-def _told(trace: RankTrace, leader: RankTrace) -> RankTrace:
-    numbers = {tensor.name: i for i, tensor in enumerate(trace.tensors)}
-    rows = _rows(leader)
-    facts = [leader.collectives[row] for row in rows]
-    members = [[numbers[leader.tensors[t].name] for t in f.tensors if leader.tensors[t].name in numbers] for f in facts]
-    spans = [(int(leader.start[row]), int(leader.end[row])) for row in rows]
-    low, high = bounds(trace, spans, members)
-    clock = trace.meta.extra.get(CLOCK_ID) or trace.meta.host
-    same = bool(clock) and clock == (leader.meta.extra.get(CLOCK_ID) or leader.meta.host)
-    offset = 0 if same and low <= 0 <= high else high
-    builder = TraceBuilder(trace.meta)
-    for row, fact, tensors, (start, end) in zip(rows, facts, members, spans, strict=True):
-        told = replace(fact, tensors=tuple(tensors))
-        collective_row(builder, told, start + offset, end + offset, int(leader.nbytes[row]))
-    return trace.joined(builder.freeze([]))
+def _by_step(trace: RankTrace) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(trace.steps)]
+    rows = _rows(trace)
+    for row, step in zip(rows, trace.step_at(trace.start[rows]).tolist(), strict=True):
+        if step >= 0:
+            found[step].append(row)
+    return found

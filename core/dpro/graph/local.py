@@ -52,6 +52,7 @@ def build_local(trace: RankTrace, begin: int, end: int, rank: int, own_names: se
     if dataflow.is_dataflow(trace):
         local = dataflow.build(trace, begin, end, rank)
         horovod.add_responses(trace, local)
+        dataflow.settle(local, trace.meta.event_overhead_ns)
         return _completed(local)
     threads = host_threads(trace, begin, end)
     main = _main_thread(trace, threads)

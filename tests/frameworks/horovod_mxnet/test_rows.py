@@ -86,7 +86,8 @@ def test_one_step() -> None:
     flow = trace.meta.extra["dataflow"]
     assert flow["horovod_allreduce/a_weight"] == ["a_backward"]
     assert flow["a_weight_sgd_update"] == ["horovod_allreduce/a_weight"]
-    for name, found in ((SUBMIT, {0: (92, 95), 1: (61, 64)}), (WAIT, {0: (95, 152), 1: (64, 131)})):
+    assert flow["b"] == ["a", "b_weight", "b_weight_sgd_update"]  # of the step before
+    for name, found in ((SUBMIT, {0: (92, 95), 1: (61, 64)}), (WAIT, {0: (95, 150), 1: (64, 130)})):
         told = {n: (int(s[0]) // US, int(e[0]) // US) for n, (s, e) in spans(trace, name).items()}
         assert told == found
 
@@ -114,8 +115,8 @@ def test_a_group_is_one_op_and_one_update_uses_all_of_it() -> None:
     ] == ["a_backward", "b_backward"]
     assert flow["a_weight_multi_sgd_update"] == ["horovod_allreduce/a_weight+1"]
     assert {n: (int(s[0]) // US, int(e[0]) // US) for n, (s, e) in spans(trace, WAIT).items()} == {
-        0: (95, 152),
-        1: (95, 152),
+        0: (95, 150),
+        1: (95, 150),
     }
 
 
@@ -157,7 +158,7 @@ def test_several_steps() -> None:
     trace, ready = rows(raw(STEP, STEP), log, NAMES, ["horovod_allreduce"], SYMBOL)
     assert (trace.step_bounds // US).tolist() == [[0, 156], [156, 356]] and ready == [1, 0]
     assert {n: (s // US).tolist() for n, (s, _) in spans(trace, SUBMIT).items()} == {0: [92, 292], 1: [61, 261]}
-    assert {n: (e // US).tolist() for n, (_, e) in spans(trace, WAIT).items()} == {0: [152, 352], 1: [131, 331]}
+    assert {n: (e // US).tolist() for n, (_, e) in spans(trace, WAIT).items()} == {0: [150, 350], 1: [130, 330]}
 
 
 def test_a_forward_pass_that_begins_before_the_last_update() -> None:
