@@ -54,4 +54,6 @@ COMMS = {
     "horovod": Comm("torch", "benchmarks.loops_torch:HorovodLoop", "horovod", "groups"),
     "horovod-keras": Comm("keras", "benchmarks.loops_keras:HorovodLoop", "horovod", "groups"),
     "horovod-mxnet": Comm("mxnet", "benchmarks.loops_mxnet:HorovodLoop", "horovod", "groups"),
+    "byteps-keras": Comm("keras", "benchmarks.loops_keras:BytePSLoop", "byteps", "partitions"),
+    "byteps-mxnet": Comm("mxnet", "benchmarks.loops_mxnet:BytePSLoop", "byteps", "partitions"),
 }

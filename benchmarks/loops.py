@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from dpro.adapter import Adapter
+from dpro.adapter import Adapter, RecordsUnderPlan
 from dpro.plan import Plan
 from dpro.tuner import Tuner
 
@@ -18,6 +18,8 @@ RATE, MOMENTUM = 1e-4, 0.9
 #: How long ranks may wait for each other at the start, s.
 MEET_S = 60.0
 _READY_STEPS = 2
+#: Steps under a plan before a capture that needs one.
+_SETTLE_STEPS = 2
 
 
 class Loop(Protocol):
@@ -61,9 +63,21 @@ def put(adapter: Adapter, plan: Plan | None) -> None:
         adapter.apply(plan)
 
 
+def settle_capture(adapter: Adapter, step: Callable[[], None]) -> bool:
+    """Put in force what the library can be recorded under, as the tuner does; whether there is such a thing."""
+    plan = adapter.plan_to_record() if isinstance(adapter, RecordsUnderPlan) else None
+    if plan is None:
+        return False
+    put(adapter, plan)
+    for _ in range(_SETTLE_STEPS):
+        step()
+    return True
+
+
 def captured_ready(adapter: Adapter, step: Callable[[], None]) -> list[tuple[str, int]]:
     """:meth:`Loop.ready` as a capture saw it, where a framework has no hook for each gradient."""
     step()
+    settled = settle_capture(adapter, step)
     adapter.start_capture()
     try:
         for _ in range(_READY_STEPS):
@@ -73,5 +87,7 @@ def captured_ready(adapter: Adapter, step: Callable[[], None]) -> list[tuple[str
     except BaseException:
         adapter.abort_capture()
         raise
+    if settled:
+        put(adapter, None)
     # what was not seen to be handed in comes last
     return [(t.name, t.nbytes) for t in sorted(tensors, key=lambda t: (t.ready < 0, t.ready))]

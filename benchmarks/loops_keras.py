@@ -13,6 +13,10 @@ from benchmarks.models_keras import make
 from dpro.adapter import Adapter
 from dpro.plan import Plan
 from dpro.tuner import Tuner
+from dpro_integrations import byteps_partitions
+
+#: Of the loop's own meeting; a tuner counts its own from 1.
+_TAG = "1000"
 
 
 class _Loop:
@@ -121,6 +125,11 @@ class HorovodLoop(_Loop):
         self._hvd.shutdown()
 
 
+def _make_room() -> None:
+    """A sweep tries more bounds than a user's job may."""
+    byteps_partitions.MOST_BOUNDS, byteps_partitions.MOST_GRADIENTS = 12, 1024
+
+
 class BytePSLoop(_Loop):
     """``bps.DistributedOptimizer``, found by bpslaunch's environment."""
 
@@ -128,6 +137,9 @@ class BytePSLoop(_Loop):
         import byteps.tensorflow as bps
         from byteps.tensorflow.keras import DistributedOptimizer
 
+        from dpro_integrations import keras_byteps
+
+        _make_room()
         bps.init()
         self._bps, self.rank = bps, bps.rank()
         super().__init__(model, seed, emulated)  # weights are alike by their seed
@@ -137,8 +149,21 @@ class BytePSLoop(_Loop):
             return bps.push_pull(tf.ones(1), scope="benchmark.barrier/")
 
         self._meet = meet
+        self._exchange = keras_byteps.meet(_TAG)
         # dense: BytePS has nothing for others
-        self._compile(_paired(DistributedOptimizer(_optimizer(), sparse_as_dense=True)))
+        self._compile(DistributedOptimizer(_optimizer(), sparse_as_dense=True))
+
+    def _adapt(self) -> Adapter:
+        from dpro_integrations.keras import trace
+        from dpro_integrations.keras_byteps import KerasBytePSAdapter
+
+        return KerasBytePSAdapter(trace(self._model), self._exchange)
+
+    def autotune(self, settings: dict[str, Any]) -> Tuner | None:
+        from dpro_integrations.keras import autotune
+
+        self._let_go()
+        return autotune(self._model, **settings)
 
     def barrier(self) -> None:
         self._meet().numpy()
@@ -146,16 +171,3 @@ class BytePSLoop(_Loop):
     def close(self) -> None:
         self.barrier()
         self._bps.shutdown()
-
-
-def _paired(optimizer: Any) -> Any:
-    """Keras 2.15 wants pairs of gradient and variable back, where BytePS 0.2.5 answers with gradients alone."""
-    push_pull = optimizer._push_pull
-
-    def aggregate(pairs: Any) -> list[tuple[Any, Any]]:
-        gradients, variables = zip(*pairs, strict=True)
-        return list(zip(push_pull(list(gradients)), variables, strict=True))
-
-    optimizer._aggregate_gradients = aggregate
-    optimizer._aggregated_gradients = True
-    return optimizer

@@ -17,7 +17,10 @@ from benchmarks.models_mxnet import make
 from dpro.adapter import Adapter
 from dpro.plan import Plan
 from dpro.tuner import Tuner
+from dpro_integrations import byteps_partitions
 
+#: Of the loop's own meeting; a tuner counts its own from 1.
+_TAG = "1000"
 _SGD = {"learning_rate": RATE, "momentum": MOMENTUM}
 
 
@@ -39,7 +42,7 @@ class _Loop:
 
         knows = library(trainer)
         self._trainer = trainer
-        self.adapter: Adapter = knows.adapter(trainer, knows.meet("benchmark"))
+        self.adapter: Adapter = knows.adapter(trainer, knows.meet(_TAG))
 
     def step(self) -> None:
         task = self._task
@@ -88,6 +91,11 @@ class HorovodLoop(_Loop):
         self._hvd.shutdown()
 
 
+def _make_room() -> None:
+    """A sweep tries more bounds than a user's job may."""
+    byteps_partitions.MOST_BOUNDS, byteps_partitions.MOST_GRADIENTS = 12, 1024
+
+
 class BytePSLoop(_Loop):
     """``bps.DistributedTrainer``, found by bpslaunch's environment."""
 
@@ -97,6 +105,7 @@ class BytePSLoop(_Loop):
 
         # declaring a tensor returns nothing, in C; what Python finds in its place is no error code
         ops.MXNET_LIB_CTYPES.byteps_mxnet_declare_tensor.restype = lambda _: 0
+        _make_room()
         bps.init()
         self._bps, self.rank = bps, bps.rank()
         self._push_pull = ops.byteps_push_pull

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comms import COMMS
-from benchmarks.loops import Loop, put
+from benchmarks.loops import Loop, put, settle_capture
 from dpro.plan import Plan
 
 _POLL_S = 0.005
@@ -141,6 +141,7 @@ class Rank:
         """One capture as the tuner makes it; step times and the trace's file."""
         adapter, times = self._loop.adapter, []
         self._train(_FIRST)
+        settled = settle_capture(adapter, self._step)
         adapter.start_capture()
         for _ in range(steps):
             begin_ns = time.perf_counter_ns()
@@ -148,6 +149,8 @@ class Rank:
             times.append(time.perf_counter_ns() - begin_ns)
             adapter.mark_step()
         trace = adapter.stop_capture()
+        if settled:
+            put(adapter, None)
         if self._loop.runs_behind:
             times = trace.step_ns().tolist()
         trace.meta.unprofiled_step_ns = plain_ns

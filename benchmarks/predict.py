@@ -21,7 +21,7 @@ from dpro.passes.contention import relieve
 from dpro.passes.ddp_buckets import MIB
 from dpro.passes.tensor_fusion import Grouping, captured, ddp_grouping, ready_order
 from dpro.plan import Plan
-from dpro.planning import inform
+from dpro.planning import inform, replayed_ms
 from dpro.replay.baselines import daydream
 from dpro.replay.engine import replay
 from dpro.search.critical_path import optimize
@@ -53,9 +53,9 @@ def replayed(traces: list[RankTrace]) -> Replayed:
     graph = assemble(traces)
     unaligned = assemble(traces, align=False)
     return Replayed(
-        replay(graph).makespan_ns / 1e6,
+        replayed_ms(graph, traces, replay(graph)),
         daydream(graph) / 1e6,
-        replay(unaligned).makespan_ns / 1e6,
+        replayed_ms(unaligned, traces, replay(unaligned)),
         list(dict.fromkeys(graph.warnings)),
     )
 

@@ -12,9 +12,10 @@ The best of the sweep is found in one half of the time and compared with what is
 then windows of that job and of the default one take turns, the other one stopped. ``autotune_ms`` is the default's
 time over the speed-up seen there. DDP and BytePS have no autotune: null.
 
-Where dpro has a plan for a job that is started anew (Horovod's cycle time, which it reads at the start alone), that
-job is compared with the default one in the same way, and ``tuned_ms`` is what follows the plan: the default's time over
-that speed-up; ``in_job_ms`` is what was in force in the job that was tuned. ``start_predicted_ms``: what dpro said.
+Where dpro has a plan for a job that is started anew with what can't be set in a running one (Horovod's cycle time),
+that job is compared with the default one in the same way, and ``tuned_ms`` is what follows the plan: the default's time
+over that speed-up; ``in_job_ms`` is what was in force in the job that was tuned. ``start_predicted_ms``: what dpro
+said.
 
 ``possible_speedup`` is about the most that other buckets or groups could reach: the default's time over that with
 nothing to hold the link back, or over what the gradients take at the link's rate, whichever is more; its windows take
@@ -53,6 +54,8 @@ from dpro.errors import DproError
 from dpro.plan import Plan
 
 SWEEP_MIB = (0.5, 1, 2, 4, 8, 16)
+#: BytePS's own bound, 4,096,000 bytes, among them.
+SWEEP_PARTITIONS_MIB = (0.0625, 0.25, 1, 3.90625, 16)
 DEFAULT, TUNED = "default", "tuned"
 _MIB = 2**20
 _PAGE = 4096
@@ -104,7 +107,9 @@ def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, 
     say(f"  {link}: {tuned['verdict'].lower()} after {tuned['steps']} steps: {tuned['reason']}")
     kept = tuned["plan"] if tuned["verdict"] == "KEPT" else None
     total_mib = sum(nbytes for _, nbytes in ready) / _MIB
-    sweep = {f"{cap:g} MiB": uniform_plan(jobs.comm, ready, cap).dumps() for cap in args.sweep_mib if cap < total_mib}
+    usual = SWEEP_PARTITIONS_MIB if comms.COMMS[jobs.comm].sets == "partitions" else SWEEP_MIB
+    caps = [cap for cap in args.sweep_mib or usual if cap < total_mib]
+    sweep = {f"{cap:g} MiB": uniform_plan(jobs.comm, ready, cap).dumps() for cap in caps}
     sweep["all in one"] = uniform_plan(jobs.comm, ready, total_mib + 1).dumps()
     times_ms = _arms(job, {DEFAULT: None, TUNED: kept}, sweep, args.rounds, args)
     medians = {arm: statistics.median(times) for arm, times in times_ms.items()}
@@ -129,7 +134,7 @@ def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, 
     found["possible_speedup"] = _possible(job, link, sum(nbytes for _, nbytes in ready))
     if comms.COMMS[jobs.comm].compiles:
         found |= _clusters(job, link, kept, args)
-    if tuned["at_start"]:
+    if tuned["at_start"] and Plan.loads(tuned["at_start"]).cycle_time:
         found |= _started_anew(job, link, Plan.loads(tuned["at_start"]), found["default_ms"], args)
     if comms.COMMS[jobs.comm].launcher == "horovod" and args.autotune_factor:
         found |= _autotune(job, link, round(args.autotune_factor * tuned["steps"]), found["default_ms"], args)
@@ -295,7 +300,7 @@ def main() -> int:
     parser.add_argument("--comms", nargs="+", default=COMMS, choices=COMMS)
     parser.add_argument("--links", nargs="+", default=("1gbit", "200mbit"), choices=tuple(LINKS))
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--sweep-mib", nargs="+", type=float, default=SWEEP_MIB, help="uniform caps of the sweep")
+    parser.add_argument("--sweep-mib", nargs="+", type=float, help="uniform caps of the sweep")
     parser.add_argument("--rounds", type=int, default=3, help="visits to each arm of the sweep at most")
     parser.add_argument("--steps", type=int, default=4, help="timed steps per visit")
     parser.add_argument("--settle", type=int, default=2, help="steps after a change of settings that are not timed")

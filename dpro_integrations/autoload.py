@@ -19,7 +19,7 @@ from dpro_integrations.watch import Watch, watch_first
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; lets the real finder load ``module``, then calls ``attach`` with it."""
+    """Finds nothing itself; lets the others find and load ``module``, then calls ``attach`` with it."""
 
     def __init__(self, module: str, attach: Callable[[ModuleType], None]) -> None:
         self._module = module
@@ -29,7 +29,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname != self._module:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        others = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))
+        spec = next((found for found in others if found is not None), None)
         if spec is None or spec.loader is None:
             return spec
         loader = spec.loader
@@ -107,6 +108,12 @@ def _attach_keras(module: ModuleType) -> None:
     keras_autoload.attach(module)
 
 
+def _attach_keras_byteps(module: ModuleType) -> None:
+    from dpro_integrations import keras_autoload
+
+    keras_autoload.attach_byteps(module)
+
+
 def _attach_mxnet(module: ModuleType) -> None:
     from dpro_integrations import mxnet_autoload
 
@@ -123,6 +130,7 @@ _TARGETS = {
     "torch.nn.parallel.distributed": _attach,
     "horovod.torch.optimizer": _attach_horovod,
     "horovod._keras": _attach_keras,
+    "byteps._keras": _attach_keras_byteps,
     "horovod.mxnet": _attach_mxnet,
     "byteps.mxnet": _attach_mxnet_byteps,
 }

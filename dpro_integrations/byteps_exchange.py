@@ -1,9 +1,9 @@
 """How the ranks of a BytePS job agree: a key-value store at rank 0, whose address and secret BytePS itself carries.
 
 BytePS has no rendezvous that others could use, and what its scheduler knows it tells nobody. So there is one sum, of a
-few hundred bytes under a name of its own, to which rank 0 contributes where its store is and the others nothing; it is
-waited for in a thread, with a time-out. Afterwards the ranks meet at the store, and BytePS is asked no more. Knows none
-of the frameworks that BytePS serves.
+few hundred bytes under a name of its own, to which rank 0 contributes where its store is, and each rank a byte of its
+own; it is waited for in a thread, with a time-out. Afterwards the ranks meet at the store, and BytePS is asked no more.
+Knows none of the frameworks that BytePS serves.
 """
 
 from __future__ import annotations
@@ -17,36 +17,40 @@ from dpro.errors import DproError
 from dpro_integrations.exchange import StoreExchange
 from dpro_integrations.store import Client, Server
 
-#: What rank 0 has to say fits in here.
-MESSAGE_BYTES = 256
+#: What rank 0 has to say fits in here; a byte of each rank follows.
+_ADDRESS_BYTES = 256
 #: Stores opened by this process. They live as long as it does: others may still be reading the last decision.
 _opened: list[Server] = []
 
 
 def join_exchange(
-    rank: int, world_size: int, tag: str, timeout_s: float, summed: Callable[[bytes], bytes]
-) -> StoreExchange:
+    rank: int, world_size: int, tag: str, timeout_s: float, summed: Callable[[bytes], bytes], told: int = 0
+) -> tuple[StoreExchange, list[int]]:
     """Meet the other ranks under ``tag``, which is used once; returns within about ``timeout_s``.
 
     Args:
-        summed: adds up, byte by byte, what all ranks give (``MESSAGE_BYTES`` each); called in a thread of its own.
+        summed: adds up, byte by byte, what all ranks give (as many each); called in a thread of its own.
+        told: a number below 256 that all are to hear.
+
+    Returns the exchange, and what each rank told.
 
     Raises:
         DproError: the ranks did not come, or rank 0 is not to be found.
     """
     try:
-        told = " ".join(map(str, _open())) if rank == 0 else ""
+        address = " ".join(map(str, _open())) if rank == 0 else ""
     except OSError:
-        told = "-"  # the others wait for a word
+        address = "-"  # the others wait for a word
+    own = address.encode().ljust(_ADDRESS_BYTES + rank, b"\0") + bytes([told])
     try:
-        heard = _within(timeout_s, lambda: summed(told.encode().ljust(MESSAGE_BYTES, b"\0")))
-        fields = heard.rstrip(b"\0").decode().split()
+        heard = _within(timeout_s, lambda: summed(own.ljust(_ADDRESS_BYTES + world_size, b"\0")))
+        fields = heard[:_ADDRESS_BYTES].rstrip(b"\0").decode().split()
         if len(fields) != 3:
             raise OSError("rank 0 can't open a store")
         store = Client(fields[0], int(fields[1]), fields[2], timeout_s)
     except (OSError, RuntimeError, ValueError) as error:
         raise DproError(f"the ranks can't meet for tuning: {error}") from error
-    return StoreExchange(store, rank, world_size, tag)
+    return StoreExchange(store, rank, world_size, tag), list(heard[_ADDRESS_BYTES:])
 
 
 def _open() -> tuple[str, int, str]:

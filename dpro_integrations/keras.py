@@ -1,18 +1,18 @@
-"""Keras with Horovod: one callback for ``fit``, :func:`autotune` for a loop of ``train_on_batch``.
+"""Keras: one callback for ``fit``, :func:`autotune` for a loop of ``train_on_batch``, whichever library synchronises.
 
-Example: ``examples/horovod_keras.py``. The adapter is in ``keras_horovod``, ends of steps in ``keras_steps``.
+Examples: ``examples/horovod_keras.py``, ``examples/byteps_keras.py``. The adapters are in ``keras_horovod`` and
+``keras_byteps``, ends of steps in ``keras_steps``.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import horovod.tensorflow as hvd
 
 from dpro.errors import DproError
 from dpro.outcome import Outcome
@@ -21,13 +21,12 @@ from dpro.session import Session
 from dpro.settings import Settings, disabled
 from dpro.tuner import Tuner
 from dpro_integrations.base import step_aside
-from dpro_integrations.horovod_exchange import join_exchange
-from dpro_integrations.horovod_settings import patient
-from dpro_integrations.horovod_start import started_with, switched_on
-from dpro_integrations.keras_graph import Tracing, distributed_optimizer
-from dpro_integrations.keras_horovod import KerasHorovodAdapter
-from dpro_integrations.keras_steps import StepCallback, Steps, before_join
+from dpro_integrations.keras_graph import Tracing, distributed_optimizer, library_of
+from dpro_integrations.keras_steps import StepCallback, Steps
 
+#: What makes optimizers -> what tunes them: a module with ``place``, ``meet``, ``patience``, ``adapter``,
+#: ``before_leaving``, ``started_with``.
+_LIBRARIES = {"horovod": "dpro_integrations.keras_horovod", "byteps": "dpro_integrations.keras_byteps"}
 #: Models that have or had a tuner. Weak on both sides: neither may live on because it was tuned once.
 _tuned: weakref.WeakKeyDictionary[Any, weakref.ref[Tuner]] = weakref.WeakKeyDictionary()
 _count = 0
@@ -36,6 +35,18 @@ _count = 0
 def is_tuned(model: Any) -> bool:
     """Whether ``model`` has or had a tuner."""
     return model in _tuned
+
+
+def library(model: Any) -> Any:
+    """The module that knows the library of ``model``'s optimizer.
+
+    Raises:
+        DproError: none does.
+    """
+    optimizer = distributed_optimizer(model)
+    if optimizer is None:
+        raise DproError("the model was not compiled with an optimizer made by hvd. or bps.DistributedOptimizer")
+    return importlib.import_module(_LIBRARIES[library_of(optimizer)])
 
 
 @atexit.register
@@ -48,7 +59,7 @@ def _close_all() -> None:
 
 
 class DproCallback(StepCallback):
-    """Tune a job of ``model.fit`` with ``hvd.DistributedOptimizer``; once, whatever number of fits.
+    """Tune a job of ``model.fit`` with a ``DistributedOptimizer``; once, whatever number of fits.
 
     Args:
         mode: ``"apply"`` (default), ``"suggest"`` (write a plan, change nothing) or ``"observe"``.
@@ -73,7 +84,7 @@ class DproCallback(StepCallback):
         self._began = True
         self._tuner = _made(self.model, on_done=self._done, plan=self._plan, **self._settings)
         if self._tuner is not None:
-            self._unpatch = before_join(self._close)
+            self._unpatch = library(self.model).before_leaving(self._close)
 
     def on_train_end(self, logs: Any = None) -> None:
         self._close()
@@ -106,9 +117,7 @@ def trace(model: Any) -> Tracing:
     Raises:
         DproError: a model that dpro can't tune.
     """
-    optimizer = distributed_optimizer(model)
-    if optimizer is None:
-        raise DproError("the model was not compiled with an optimizer made by hvd.DistributedOptimizer")
+    library(model)
     if model.run_eagerly:
         raise DproError("the model runs eagerly: there is no graph to look at (compile without run_eagerly)")
     if getattr(model, "jit_compile", False):
@@ -120,7 +129,7 @@ def trace(model: Any) -> Tracing:
         )
     if type(model.distribute_strategy).__name__ != "_DefaultDistributionStrategy":
         raise DproError("the model is under a tf.distribute strategy as well")
-    return Tracing(model, optimizer)
+    return Tracing(model, distributed_optimizer(model))
 
 
 def make_tuner(
@@ -136,7 +145,7 @@ def make_tuner(
     All ranks call it at about the same place: it returns when rank 0 has called it.
 
     Args:
-        model: compiled with an optimizer made by ``hvd.DistributedOptimizer``.
+        model: compiled with an optimizer made by ``hvd.`` or ``bps.DistributedOptimizer``.
         tracing: of this model, from before its first step; begun here if not given.
         on_done: called with the outcome on every rank.
         plan: a plan or its file: skips capture and search.
@@ -146,33 +155,31 @@ def make_tuner(
         DproError: a bad setting or plan file, or a job that this can't tune.
     """
     global _count
-    if not hvd.is_initialized():
-        raise DproError("hvd.init() comes first")
-    if hvd.size() < 2:
+    knows = library(model)
+    rank, size = knows.place()
+    if size < 2:
         if not disabled():
-            Session(Settings(), 0).say("one process only: there is nothing to synchronise, nothing to tune")
+            Session(Settings(), rank).say("one process only: there is nothing to synchronise, nothing to tune")
         return None
-    if switched_on("HOROVOD_ELASTIC"):
-        raise DproError("the job is elastic: its ranks may change while dpro measures")
     if model in _tuned and (former := _tuned[model]()):
         former.close()
     _count += 1  # also where this rank takes no part: the others' next tuner has the same tag as ours
-    exchange = join_exchange(hvd.rank(), hvd.size(), f"keras-{_count}", patient(Settings()).timeout_s)
+    exchange = knows.meet(str(_count))
     try:
         if disabled():
             exchange.leave()
             return None
-        settings = patient(Settings.from_env(**given))
+        settings = knows.patience(Settings.from_env(**given))
         if not isinstance(plan, Plan):
             file = plan or settings.plan
             plan = Plan.load(Path(file)) if file else None
-        plan, note = started_with(plan)
+        given_plan, note = knows.started_with(plan)
         session = Session(settings, exchange.rank)
         if note:
             session.say(note)
         tracing = tracing or trace(model)
-        adapter = KerasHorovodAdapter(tracing, exchange)
-        tuner = Tuner(adapter, settings, plan=plan, on_done=on_done, session=session)
+        adapter = knows.adapter(tracing, exchange)
+        tuner = Tuner(adapter, settings, plan=given_plan, on_done=on_done, session=session)
     except Exception:
         exchange.leave()  # whoever does tune need not wait for us
         if tracing is not None:
@@ -187,8 +194,16 @@ def _made(model: Any, **given: Any) -> Tuner | None:
     try:
         return make_tuner(model, **given)
     except Exception as error:  # whatever it is, the job goes on
-        step_aside(error, hvd.rank() if hvd.is_initialized() else 0)
+        step_aside(error, _rank(model))
         return None
+
+
+def _rank(model: Any) -> int:
+    try:
+        rank, _ = library(model).place()
+        return int(rank)
+    except Exception:
+        return 0
 
 
 def autotune(
@@ -204,7 +219,8 @@ def autotune(
     there is nothing to tune, or dpro stepped aside (it said why).
 
     Args:
-        model: compiled with an optimizer made by ``hvd.DistributedOptimizer``; before its first step, at best.
+        model: compiled with an optimizer made by ``hvd.`` or ``bps.DistributedOptimizer``; before its first step, at
+            best.
         on_done: called once with the :class:`dpro.tuner.Outcome`, on every rank.
         plan: a plan file of an earlier run: verified at once, without profiling.
         settings: fields of :class:`dpro.settings.Settings` (``mode="suggest"``, …).
@@ -223,9 +239,9 @@ def follow(tuner: Tuner, model: Any) -> None:
         if tuner.outcome is not None:
             steps.stop()
 
-    def joining() -> None:
+    def leaving() -> None:
         # the others go on without this rank; they need not wait for it at their next meeting
         tuner.close()
         steps.stop()
 
-    steps = Steps(model, stepped, tuner.skip, joining)
+    steps = Steps(model, stepped, tuner.skip, library(model).before_leaving(leaving))

@@ -1,8 +1,9 @@
-"""Activation by environment for Keras: ``DPRO=apply horovodrun … train.py`` on an unchanged script.
+"""Activation by environment for Keras: ``DPRO=apply horovodrun … train.py`` (or ``bpslaunch``) on an unchanged script.
 
-``autoload`` calls :func:`attach` when the job imports Horovod's Keras module, which is before Horovod reads its
-settings from the environment: a plan's cycle time is put there, where the job has none of its own. Then the first model
-that trains with an optimizer of ``hvd.DistributedOptimizer`` is tuned, in ``fit`` and in ``train_on_batch``.
+``autoload`` calls :func:`attach` when the job imports the library's Keras module, which is before the library reads its
+settings from the environment: what a plan has for a job's start is put there, where the job has no say of its own. Then
+the first model that trains with an optimizer of a ``DistributedOptimizer`` is tuned, in ``fit`` and in
+``train_on_batch``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from dpro_integrations import byteps_start
 from dpro_integrations.horovod_start import start_with_plan
 from dpro_integrations.watch import Watch
 
@@ -27,23 +29,33 @@ def attach(module: ModuleType) -> None:
     _watch_first(module.tf.keras.Model)
 
 
+def attach_byteps(module: ModuleType) -> None:
+    """The same for BytePS.
+
+    Args:
+        module: ``byteps._keras``.
+    """
+    byteps_start.start_with_plan()
+    _watch_first(module.tf.keras.Model)
+
+
 class _Watch(Watch):
-    another = "the job trains two models with Horovod; give one to dpro_integrations.keras.autotune()"
+    another = "the job trains two distributed models; give one to dpro_integrations.keras.autotune()"
 
     def __init__(self, model: Any, restore: Callable[[], None]) -> None:
-        from dpro_integrations.keras import trace
-        from dpro_integrations.keras_steps import StepCallback, before_join
+        from dpro_integrations.keras import library, trace
+        from dpro_integrations.keras_steps import StepCallback
 
         super().__init__(model, restore)
         self._tracing: Any = None if self._has_own() else trace(model)
         self.callback = StepCallback(self._stepped, self._skipped)
-        self._unpatch = before_join(self._joining)
+        self._unpatch = library(model).before_leaving(self._leaving)
 
     @staticmethod
     def say(reason: str | BaseException) -> None:
         from dpro_integrations.base import step_aside
 
-        rank = os.environ.get("HOROVOD_RANK", "0")
+        rank = os.environ.get("HOROVOD_RANK", os.environ.get("DMLC_WORKER_ID", "0"))
         step_aside(reason, int(rank) if rank.isdecimal() else 0)
 
     def _has_own(self) -> bool:
@@ -55,7 +67,7 @@ class _Watch(Watch):
         if self._tuner is not None:
             self._tuner.skip()
 
-    def _joining(self) -> None:
+    def _leaving(self) -> None:
         if self._tuner is not None:
             self._tuner.close()
         self._stop()

@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,16 @@ class Capture:
         self._bounds.append((self._opened, time.monotonic_ns()))
         self._open_step()
 
-    def finish(self, graphs: list[StepGraph], tensors: list[Tensor], members: list[list[int]]) -> RankTrace:
+    def finish(
+        self, graphs: list[StepGraph], tensors: list[Tensor], members: list[list[int]], names: Sequence[str] = ()
+    ) -> RankTrace:
         """Detach and read back what was recorded.
 
         Args:
             graphs: what may have run; the one that has most of the ops did.
             tensors: gradients.
-            members: for each of Horovod's reductions, in the order in which they were made, numbers in ``tensors``.
+            members: for each of the library's reductions, in the order in which they were made, numbers in ``tensors``.
+            names: BytePS' for the gradients, in that order.
 
         Raises:
             RuntimeError: the job's own profiler took over, or there is far too much.
@@ -130,7 +133,7 @@ class Capture:
             if not files or size > LIMIT_BYTES:
                 raise RuntimeError(f"the capture is too large ({size >> 20} MiB)" if files else _TAKEN_OVER)
             trace = xplane.read(files[0])
-        return self._complete(trace, contention, graphs, tensors, members)
+        return self._complete(trace, contention, graphs, tensors, members, names)
 
     def abort(self) -> None:
         """Detach, keep nothing. Never raises."""
@@ -147,6 +150,7 @@ class Capture:
         graphs: list[StepGraph],
         tensors: list[Tensor],
         members: list[list[int]],
+        names: Sequence[str],
     ) -> RankTrace:
         meta = trace.meta
         trace.step_bounds = np.asarray(self._bounds, dtype=np.int64).reshape(-1, 2)
@@ -164,7 +168,7 @@ class Capture:
             name: list(dict.fromkeys(map(normalise, inputs))) for name, inputs in graph.inputs.items() if inputs
         }
         meta.extra.pop("op_types", None)
-        trace = with_gradients(trace, graph, tensors, members)
+        trace = with_gradients(trace, graph, tensors, members, names)
         return self._tap.add_to(trace) if self._tap is not None else trace
 
     def _overhead_ns(self, trace: RankTrace, least_ns: float) -> float:
@@ -209,19 +213,21 @@ class Capture:
                 undo.callback(timer.cancel)
 
 
-def with_gradients(trace: RankTrace, graph: StepGraph, tensors: list[Tensor], members: list[list[int]]) -> RankTrace:
+def with_gradients(
+    trace: RankTrace, graph: StepGraph, tensors: list[Tensor], members: list[list[int]], names: Sequence[str] = ()
+) -> RankTrace:
     """``trace`` with its tensor table, and rows for when each gradient was handed in and first used.
 
     Args:
         trace: rows of the ops of ``graph``, by node.
-        members: see :meth:`Capture.finish`.
+        members, names: see :meth:`Capture.finish`.
     """
     trace.tensors = tensors
     rows = _rows_of_nodes(trace)
     consumers = _consumers(graph)
     more = TraceBuilder(trace.meta)
     handed: list[tuple[int, int, int]] = []
-    for node, place in graph.reductions().items():
+    for node, place in graph.reductions(names).items():
         numbers = members[place] if 0 <= place < len(members) else []
         for port, number in enumerate(numbers):
             users = _first_ops(consumers, rows, node, port)

@@ -1,6 +1,6 @@
-"""What a Keras train step is made of under Horovod: which gradients it reduces, and the graph that runs.
+"""What a distributed Keras train step is made of: which gradients it reduces, and the graph that runs.
 
-Both are seen when TensorFlow traces the step, not while it runs: Horovod's function that reduces the gradients is
+Both are seen when TensorFlow traces the step, not while it runs: the library's function that reduces the gradients is
 replaced for that one call by one that notes what it is given, and TensorFlow keeps the graphs that it makes of
 functions (``RunMetadata.function_graphs``). Those are optimised graphs: their nodes are called as in a profile.
 """
@@ -8,7 +8,7 @@ functions (``RunMetadata.function_graphs``). Those are optimised graphs: their n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,19 +16,29 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.ops import summary_ops_v2
 
-#: Ops of Horovod's that reduce dense gradients, one or a group, and those that gather sparse ones.
-REDUCE = frozenset({"HorovodAllreduce", "HorovodGroupedAllreduce"})
+#: Ops that reduce dense gradients, one or a group, and those that gather sparse ones.
+PUSH_PULL = "BytepsPushPull"
+REDUCE = frozenset({"HorovodAllreduce", "HorovodGroupedAllreduce", PUSH_PULL})
 GATHER = frozenset({"HorovodAllgather", "HorovodGroupedAllgather"})
 #: Horovod makes a ``tf.cond`` for every gradient or group; TensorFlow numbers them in the order in which they are made.
 _PLACE = re.compile(r"_Allreduce/cond(?:_(\d+))?/")
 
 
 def distributed_optimizer(model: Any) -> Any | None:
-    """The optimizer of ``model`` that ``hvd.DistributedOptimizer`` made, if under one that scales the loss."""
+    """The optimizer of ``model`` that a ``DistributedOptimizer`` made, if under one that scales the loss."""
     optimizer: Any = getattr(model, "optimizer", None)
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
-    return optimizer if hasattr(optimizer, "_allreduce_grads") else None
+    return optimizer if library_of(optimizer) else None
+
+
+def library_of(optimizer: Any) -> str:
+    """``horovod`` or ``byteps``, whose ``DistributedOptimizer`` made the optimizer; "" for any other."""
+    if hasattr(optimizer, "_allreduce_grads"):
+        return "horovod"
+    # BytePS copies the methods of its class into one that is called as the job's
+    made_by = getattr(getattr(type(optimizer), "_push_pull", None), "__module__", "")
+    return "byteps" if made_by == "byteps._keras" else ""
 
 
 def name_of(variable: Any) -> str:
@@ -36,8 +46,21 @@ def name_of(variable: Any) -> str:
     return str(variable.name).removesuffix(":0")
 
 
-def set_allreduce(optimizer: Any, function: Callable[..., Any]) -> None:
-    """Have ``function`` reduce the gradients when the step is traced next."""
+def reduction(optimizer: Any) -> Any:
+    """What reduces the gradients when the step is traced; None: what the optimizer's class has."""
+    if library_of(optimizer) == "horovod":
+        return optimizer._allreduce_grads
+    return vars(optimizer).get("_aggregate_gradients")
+
+
+def set_reduction(optimizer: Any, function: Callable[..., Any] | None) -> None:
+    """Have ``function`` reduce the gradients when the step is traced next. What it is called with is the library's."""
+    if library_of(optimizer) == "byteps":
+        if function is not None:
+            vars(optimizer)["_aggregate_gradients"] = function
+        else:
+            vars(optimizer).pop("_aggregate_gradients", None)
+        return
     optimizer._allreduce_grads = function
     if optimizer._agg_helper is not None:  # backward_passes_per_step
         optimizer._agg_helper.allreduce_grads = function
@@ -56,27 +79,33 @@ class Recorder:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._replaced = optimizer._allreduce_grads
-        #: of the latest call, in Horovod's order
+        self._replaced = reduction(optimizer)
+        #: of the latest call, in the library's order
         self.gradients: list[Gradient] = []
-        set_allreduce(optimizer, self)
+        set_reduction(optimizer, self)
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Any, vars: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Horovod's are gradients and variables, BytePS' one list of pairs."""
         self.remove()
+        if library_of(self._optimizer) == "byteps":
+            pairs = list(grads)
+            dense = self._optimizer._sparse_as_dense
+            self.gradients = [Gradient(variable, "dense" if dense else _kind(grad)) for grad, variable in pairs]
+            return (self._replaced or self._optimizer._aggregate_gradients)(pairs)
         given = list(grads), list(vars or ())
         self.gradients = [Gradient(variable, _kind(grad)) for grad, variable in zip(*given, strict=False)]
         return self._replaced(grads, vars, *args, **kwargs)
 
     @property
-    def original(self) -> Callable[..., Any]:
-        """Horovod's own."""
+    def original(self) -> Any:
+        """What there was before, see :func:`reduction`."""
         return self._replaced.original if isinstance(self._replaced, Recorder) else self._replaced
 
     def remove(self) -> None:
         """Does nothing the second time, nor where the job has put another function there."""
-        if self._optimizer._allreduce_grads is self:
-            set_allreduce(self._optimizer, self._replaced)
+        if reduction(self._optimizer) is self:
+            set_reduction(self._optimizer, self._replaced)
 
 
 def _kind(grad: Any) -> str:
@@ -91,11 +120,19 @@ class StepGraph:
 
     inputs: dict[str, list[str]] = field(default_factory=dict)
     ops: dict[str, str] = field(default_factory=dict)
+    #: BytePS' node -> name of what it pushes
+    pushed: dict[str, str] = field(default_factory=dict)
     #: a node that draws random numbers from a seed, and goes on from where it was at every step; "" none
     seeded: str = ""
 
-    def reductions(self) -> dict[str, int]:
-        """Node -> its place among the gradients, or groups of them, that are reduced."""
+    def reductions(self, names: Sequence[str] = ()) -> dict[str, int]:
+        """Node -> its place among the gradients, or groups of them, that are reduced; -1 unknown.
+
+        ``names``: BytePS' for the gradients.
+        """
+        if self.pushed:
+            places = {name: place for place, name in enumerate(names)}
+            return {node: places.get(name, -1) for node, name in self.pushed.items()}
         found = {name: _PLACE.search(name) for name, op in self.ops.items() if op in REDUCE}
         return {name: int(place[1] or 0) if place else -1 for name, place in found.items()}
 
@@ -149,6 +186,8 @@ class Collection:
                 graph.seeded = graph.seeded or seeded_in(nodes_of(part))
                 graph.inputs.update((node.name, list(node.input)) for node in part.node)
                 graph.ops.update((node.name, node.op) for node in part.node)
+                pushing = (node for node in part.node if node.op == PUSH_PULL)
+                graph.pushed.update((node.name, node.attr["input_name"].s.decode()) for node in pushing)
             if not self._ops.isdisjoint(graph.ops.values()):
                 self.graphs.append(graph)
         return True
@@ -158,7 +197,7 @@ class Tracing:
     """Looks on while a model's train step is traced: from construction, before the first step, to :meth:`stop`.
 
     Args:
-        model: compiled with an optimizer made by ``hvd.DistributedOptimizer``.
+        model: compiled with an optimizer that a ``DistributedOptimizer`` made.
     """
 
     def __init__(self, model: Any, optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""The end of every optimizer step of a Keras model, in ``fit`` and in loops of ``train_on_batch``; and ``hvd.join()``.
+"""The end of every optimizer step of a Keras model, in ``fit`` and in loops of ``train_on_batch``.
 
 Knows nothing of tuning.
 """
@@ -10,8 +10,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import horovod.tensorflow as hvd
-from horovod.tensorflow import mpi_ops
 from tensorflow import keras
 
 from dpro_integrations.keras_graph import distributed_optimizer
@@ -58,16 +56,15 @@ class Steps:
         model: its ``fit`` and ``train_on_batch`` are wrapped on the object.
         stepped: may call :meth:`stop`.
         skipped: see :class:`StepCallback`.
-        joining: called when the job calls ``hvd.join()``, before this rank joins: its data have ended, and the
-            steps of other ranks may go on without it. Must not raise.
+        undo: called by :meth:`stop`.
     """
 
     def __init__(
-        self, model: Any, stepped: Callable[[], None], skipped: Callable[[], None], joining: Callable[[], None]
+        self, model: Any, stepped: Callable[[], None], skipped: Callable[[], None], undo: Callable[[], None]
     ) -> None:
         self._model = model
         self.callback = StepCallback(stepped, skipped)
-        self._unpatch: list[Callable[[], None]] = [before_join(joining)]
+        self._unpatch: list[Callable[[], None]] = [undo]
         for name, make in (
             ("fit", self._fit),
             ("train_on_batch", self._train_on_batch),
@@ -122,24 +119,6 @@ def with_callback(
     if positional:
         return (*args[:place], [*given, callback], *args[place + 1 :]), kwargs
     return args, {**kwargs, "callbacks": [*given, callback]}
-
-
-def before_join(joining: Callable[[], None]) -> Callable[[], None]:
-    """Have ``joining`` called before the job's ``hvd.join()``. Returns the undo."""
-    original = mpi_ops.join
-
-    @functools.wraps(original)
-    def join(*args: Any, **kwargs: Any) -> Any:
-        joining()
-        return original(*args, **kwargs)
-
-    def undo() -> None:
-        for module in (hvd, mpi_ops):
-            if module.join is join:
-                module.join = original
-
-    hvd.join = mpi_ops.join = join
-    return undo
 
 
 def _wrap(model: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

@@ -24,10 +24,10 @@ from dpro.settings import Settings, disabled
 from dpro.tuner import Tuner
 from dpro_integrations import mxnet_profiler
 from dpro_integrations.base import step_aside
-from dpro_integrations.horovod_start import started_with
 from dpro_integrations.mxnet_steps import Steps
 
-#: What makes trainers -> what tunes them: a module with ``place``, ``meet``, ``patience``, ``adapter``, ``MODULES``.
+#: What makes trainers -> what tunes them: a module with ``place``, ``meet``, ``patience``, ``adapter``, ``MODULES``,
+#: ``started_with``.
 _LIBRARIES = {
     "horovod.mxnet": "dpro_integrations.mxnet_horovod",
     "byteps.mxnet": "dpro_integrations.mxnet_byteps",
@@ -104,12 +104,12 @@ def make_tuner(
         if not isinstance(plan, Plan):
             file = plan or settings.plan
             plan = Plan.load(Path(file)) if file else None
-        plan, note = started_with(plan)
+        given_plan, note = knows.started_with(plan)
         session = Session(settings, exchange.rank)
         if note:
             session.say(note)
         adapter = knows.adapter(trainer, exchange)
-        tuner = Tuner(adapter, settings, plan=plan, on_done=on_done, session=session)
+        tuner = Tuner(adapter, settings, plan=given_plan, on_done=on_done, session=session)
     except Exception:
         exchange.leave()  # whoever does tune need not wait for us
         raise

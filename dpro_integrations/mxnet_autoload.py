@@ -35,8 +35,9 @@ def attach_byteps(module: ModuleType) -> None:
     Args:
         module: ``byteps.mxnet``.
     """
-    from dpro_integrations import mxnet_profiler
+    from dpro_integrations import byteps_start, mxnet_profiler
 
+    byteps_start.start_with_plan()
     mxnet_profiler.watch()
     watch_first(module.DistributedTrainer, _BytePSWatch)
 

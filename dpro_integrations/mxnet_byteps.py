@@ -1,7 +1,7 @@
 """BytePS for MXNet: the adapter for one ``DistributedTrainer``.
 
 How a job gets a tuner is in ``mxnet``; the change of partitions is in ``mxnet_partitions``, agreement between ranks in
-``byteps_exchange``.
+``byteps_exchange``, BytePS' own record of its stages in ``byteps_trace``.
 """
 
 from __future__ import annotations
@@ -24,22 +24,19 @@ from dpro.adapter import Exchange, Knob
 from dpro.errors import DproError, PlanError, TraceError
 from dpro.plan import Plan
 from dpro.settings import Settings
-from dpro.trace.byteps import MAX_PARTS, PAGE_BYTES, SETTINGS, cut, read, with_comm
+from dpro.trace.byteps import SETTINGS, Comm, read, with_comm
 from dpro.trace.model import RankTrace
-from dpro_integrations import mxnet_partitions
+from dpro_integrations import byteps_partitions, byteps_trace
 from dpro_integrations.byteps_exchange import join_exchange
+from dpro_integrations.byteps_partitions import MEETING_NUMBER, MOST_GRADIENTS
+from dpro_integrations.byteps_start import started_with
+from dpro_integrations.byteps_trace import OwnTrace
 from dpro_integrations.mxnet_adapter import GluonAdapter
 from dpro_integrations.mxnet_capture import StepCapture
-from dpro_integrations.mxnet_partitions import (
-    MEETING_NUMBER,
-    MOST_GRADIENTS,
-    Partitions,
-    declare,
-    is_traced,
-    reduces_as_stock,
-)
+from dpro_integrations.mxnet_partitions import PREFIX, Partitions, bounds, reduces_as_stock
 from dpro_integrations.mxnet_steps import reduced
 
+__all__ = ["MODULES", "adapter", "meet", "patience", "place", "started_with"]
 #: How long BytePS may take to write its trace, and how long a file that is whole stays as it is, s.
 _WRITTEN_S, _LOOK_S = 3.0, 0.1
 #: A file's time is no finer than this.
@@ -67,7 +64,7 @@ def meet(tag: str) -> Exchange:
         timeout_s = Settings().timeout_s
     name = f"dpro_meet_{tag}"
     try:
-        declare(name, MEETING_NUMBER + int(tag))
+        bounds().declare(name, MEETING_NUMBER + int(tag))
     except ValueError as error:
         raise DproError(str(error)) from error
 
@@ -77,7 +74,9 @@ def meet(tag: str) -> Exchange:
         bps.byteps_push_pull(array, name=name, is_average=False)
         return bytes(array.asnumpy().astype(np.uint8))
 
-    return join_exchange(bps.rank(), bps.size(), f"mxnet-{tag}", timeout_s, summed)
+    exchange, told = join_exchange(bps.rank(), bps.size(), f"mxnet-{tag}", timeout_s, summed, byteps_partitions.made())
+    byteps_partitions.agree_on_made(max(told))
+    return exchange
 
 
 def patience(settings: Settings) -> Settings:
@@ -93,12 +92,15 @@ class BytePSMXNetAdapter(GluonAdapter):
     def __init__(self, trainer: Any, exchange: Exchange) -> None:
         super().__init__(trainer, exchange)
         self._partitions = Partitions(trainer)
+        self._bounds = self._partitions.bounds
         self._place = bps.rank(), bps.size()
+        self._trace: OwnTrace | None = None
+        self._to_record: Plan | None = None
 
     def capabilities(self) -> set[Knob]:
         if self.why_not():
             return set()
-        return {Knob.PARTITION_BYTES} if is_traced() else {Knob.PARTITION_BOUND}
+        return {Knob.PARTITION_BYTES} if byteps_trace.is_the_jobs() else {Knob.PARTITION_BOUND}
 
     def why_not(self) -> str:
         if self._partitions.in_force:
@@ -112,26 +114,48 @@ class BytePSMXNetAdapter(GluonAdapter):
             return "there are sparse gradients"
         if len(trainer._params) > MOST_GRADIENTS:
             return f"the trainer has more than {MOST_GRADIENTS} parameters"
-        return mxnet_partitions.why_not()
+        return self._bounds.why_not("byteps.mxnet")
 
     def obstacle(self) -> str:
         if (bps.rank(), bps.size()) != self._place:
             return "the job's ranks have changed"
         return super().obstacle()
 
+    def plan_to_record(self) -> Plan | None:
+        if byteps_trace.is_the_jobs():
+            return None
+        if reason := self.why_not():
+            raise RuntimeError(f"BytePS' stages can't be recorded here: {reason}")
+        self._trace = self._trace or OwnTrace(ops.MXNET_LIB_CTYPES, bps.local_rank())
+        sizes = self._sizes()
+        self._to_record = byteps_partitions.plan_to_record(self.fingerprint(), sizes, self._bounds)
+        return self._to_record
+
     def start_capture(self) -> None:
-        if not is_traced():
-            raise RuntimeError("BytePS shows its partitions only if the job is started with BYTEPS_TRACE_ON=1")
+        if not byteps_trace.is_the_jobs() and not (self._trace and self._trace.runs):
+            raise RuntimeError("BytePS' stages are recorded only under the plan for it")
         super().start_capture()
 
     def prepare(self, plan: Plan) -> None:
         self._bound(plan)
 
     def apply(self, plan: Plan) -> None:
-        self._partitions.set(self._bound(plan))
+        bound = self._bound(plan)
+        self._partitions.set(bound)
+        if self._trace is not None and plan == self._to_record:
+            self._trace.begin(self._bounds.rounds[bound])
 
     def revert(self) -> None:
+        self._end_trace()
         self._partitions.clear()
+
+    def abort_capture(self) -> None:
+        self._end_trace()
+        super().abort_capture()
+
+    def _end_trace(self) -> None:
+        if self._trace is not None:
+            self._trace.end()
 
     def _bound(self, plan: Plan) -> int:
         """The one bound that cuts all gradients as ``plan`` says, bytes.
@@ -142,29 +166,13 @@ class BytePSMXNetAdapter(GluonAdapter):
         self._check_fit(plan, {"partitions"})
         if reason := self.why_not():
             raise PlanError(f"partitions can't be changed here: {reason}")
-        if is_traced():
+        if byteps_trace.is_the_jobs():
             raise PlanError("while BYTEPS_TRACE_ON is set, BytePS can crash where there are several partitions")
-        if not plan.partitions:
-            raise PlanError("the plan has no partitions")
-        known = {parameter.name: self._sent_bytes(parameter) for _, parameter in reduced(self._trainer)}
-        for name, nbytes in plan.partitions.items():
-            if name not in known:
-                raise PlanError(f"the trainer has no parameter {name!r}")
-            if nbytes % PAGE_BYTES:
-                raise PlanError(f"partitions of {nbytes} bytes are no whole pages of {PAGE_BYTES}")
-        wanted = {name: plan.partitions.get(name, mxnet_partitions.job_bound()) for name in known}
-        for bound in sorted(set(wanted.values())):
-            if all(cut(known[name], bound) == cut(known[name], own) for name, own in wanted.items()):
-                break
-        else:
-            raise PlanError("BytePS has one bound for all gradients, the plan several")
-        if (parts := max(len(cut(nbytes, bound)) for nbytes in known.values())) > MAX_PARTS:
-            raise PlanError(f"partitions of {bound} bytes make {parts} parts of a gradient")
-        if 0 < (most := mxnet_partitions.most_bytes()) < bound:
-            raise PlanError(f"BYTEPS_SCHEDULING_CREDIT lets no more than {most} bytes go at once")
-        if not self._partitions.room(bound):
-            raise PlanError(f"{mxnet_partitions.MOST_BOUNDS} partition sizes were tried: BytePS frees no memory of any")
-        return bound
+        return self._bounds.of(plan, self._sizes())
+
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of every gradient as it is pushed, by its parameter's name."""
+        return {parameter.name: self._sent_bytes(parameter) for _, parameter in reduced(self._trainer)}
 
     def _sent_bytes(self, parameter: Any) -> int:
         """Of a gradient as it is pushed."""
@@ -177,22 +185,35 @@ class BytePSMXNetAdapter(GluonAdapter):
         return _framework()
 
     def _new_capture(self, usual_s: float) -> StepCapture:
-        return Capture(self._trainer, usual_s)
+        return Capture(self._trainer, usual_s, self._partitions, self._trace)
 
 
 class Capture(StepCapture):
-    """:class:`StepCapture` of a job with ``bps.DistributedTrainer``, and what BytePS' own trace has of its steps."""
+    """:class:`StepCapture` of a job with ``bps.DistributedTrainer``, and what BytePS' own trace has of its steps.
+
+    Args:
+        trace: begun; None where the job was started with it.
+    """
 
     operators = ("BytePSPushPull",)
 
+    def __init__(self, trainer: Any, usual_s: float, partitions: Partitions, trace: OwnTrace | None) -> None:
+        self._partitions, self._trace = partitions, trace
+        super().__init__(trainer, usual_s)
+
     def finish(self) -> RankTrace:
         trace = super().finish()
-        names = {f"byteps.gradient_{place}": number for place, number in self._number.items()}
+        suffix = self._partitions.bounds.suffix(self._partitions.in_force)
+        names = {f"byteps.{PREFIX}{place}{suffix}": number for place, number in self._number.items()}
+        return with_comm(trace, self._comm(), -self._clock_pair, names)
+
+    def _comm(self) -> Comm:
+        if self._trace is not None:
+            return self._trace.finish()
         try:
-            comm = read(_comm_file(since_ns=self._log.begin + self._clock_pair))
+            return read(_comm_file(since_ns=self._log.begin + self._clock_pair))
         except TraceError as error:
             raise RuntimeError(f"BytePS' own trace can't be read: {error}") from error
-        return with_comm(trace, comm, -self._clock_pair, names)
 
     def _attach(self) -> None:
         # the trainer looks it up in this module at every call
@@ -202,13 +223,7 @@ class Capture(StepCapture):
         meta = trace.meta
         meta.rank, meta.world_size = bps.rank(), bps.size()
         meta.framework, meta.source = _framework(), "byteps_mxnet"
-        meta.extra[SETTINGS] = {
-            "workers": bps.size(),
-            "servers": int(os.environ.get("DMLC_NUM_SERVER", "1")),
-            "partition_bytes": mxnet_partitions.job_bound(),
-            "credit": int(os.environ.get("BYTEPS_SCHEDULING_CREDIT", "") or 0),
-            "hash_fn": os.environ.get("BYTEPS_KEY_HASH_FN", "djb2"),
-        }
+        meta.extra[SETTINGS] = byteps_partitions.told(self._partitions.bounds, self._partitions.in_force)
 
     def _pushing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def byteps_push_pull(tensor: Any, *args: Any, **kwargs: Any) -> None:

@@ -27,6 +27,7 @@ from dpro.trace import mxnet as profiles
 from dpro.trace import wire
 from dpro.trace.model import EventKind, RankTrace, Tensor
 from dpro_integrations import mxnet_engine, mxnet_profiler
+from dpro_integrations.clocks import epoch_ns
 from dpro_integrations.host_load import HostLoad, StepCpu
 from dpro_integrations.mxnet_rows import HANDED_MARK, REDUCED_MARK, STEP_MARK, Log, rows
 from dpro_integrations.mxnet_steps import reduced, weights
@@ -96,7 +97,7 @@ class StepCapture:
             self._host = _EngineLoad()
             self._tap = wire.Tap()
             self._undo.callback(self._tap.stop)
-            self._clock_pair = _clock_pair_ns()
+            self._clock_pair = epoch_ns()
             self._log.begin = time.monotonic_ns()
             self._deadline = time.monotonic() + self._limit_s
             self._cpu.capture(True)
@@ -125,7 +126,7 @@ class StepCapture:
         mxnet_engine.wait(self._token)
         contention = self._host.since()
         mxnet_profiler.give_back()
-        last_pair = _clock_pair_ns()
+        last_pair = epoch_ns()
         assert self._tap is not None
         self._tap.stop()
         with self._undo.pop_all():
@@ -325,15 +326,3 @@ def _probe_ns() -> float:
             mxnet_engine.wait(graph(data))
             times.append((time.process_time_ns() - start) / _PROBE_OPS)
     return min(times)
-
-
-def _clock_pair_ns() -> int:
-    """CLOCK_REALTIME minus CLOCK_MONOTONIC, the profiler's clock and ours; of several the one read fastest."""
-    best, found = 1 << 62, 0
-    for _ in range(5):
-        before = time.monotonic_ns()
-        real = time.time_ns()
-        after = time.monotonic_ns()
-        if after - before < best:
-            best, found = after - before, real - (before + after) // 2
-    return found

@@ -22,12 +22,13 @@ from dpro.settings import Settings
 from dpro.trace.model import RankTrace
 from dpro_integrations.horovod_exchange import join_exchange
 from dpro_integrations.horovod_settings import library_settings, patient
-from dpro_integrations.horovod_start import switched_on
+from dpro_integrations.horovod_start import started_with, switched_on
 from dpro_integrations.host_load import StepCpu
 from dpro_integrations.mxnet_adapter import GluonAdapter
 from dpro_integrations.mxnet_capture import StepCapture
 from dpro_integrations.mxnet_groups import Groups, reduces_as_stock
 
+__all__ = ["MODULES", "adapter", "meet", "patience", "place", "started_with"]
 #: Where a job finds ``shutdown``, the one that it calls first.
 MODULES: tuple[ModuleType, ...] = (hvd, mpi_ops)
 _BETWEEN = re.compile(r"(\d+):(\d+)$")

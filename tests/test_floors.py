@@ -19,7 +19,7 @@ FRAMEWORKS = {
 #: What an integration may import by the prefix of its name: it is of no use, and not imported, where that is not.
 OWN_FRAMEWORKS = {
     "torch_": {"torch"}, "horovod_": {"horovod", "torch"}, "mxnet": {"mxnet", "horovod", "byteps"},
-    "keras": {"tensorflow", "keras", "horovod"},
+    "keras": {"tensorflow", "keras", "horovod", "byteps"},
 }  # fmt: skip
 
 #: From the ground up; an import goes down, or stays on its floor.

@@ -138,3 +138,17 @@ class RegionTimer(Protocol):
         Args:
             trace: what this rank captured: where the time goes.
         """
+
+
+@runtime_checkable
+class RecordsUnderPlan(Protocol):
+    """An adapter whose library can be recorded only under settings that all ranks share (BytePS)."""
+
+    def plan_to_record(self) -> Plan | None:
+        """What to :meth:`Adapter.apply` some steps before :meth:`Adapter.start_capture`; None: nothing is needed.
+
+        It is as near to the job's own settings as can be, and reverted after the capture.
+
+        Raises:
+            RuntimeError: nothing can be recorded here.
+        """

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from dpro.plan import Plan
+from dpro.trace.byteps import launch_bytes
 from dpro.verdict import Comparison, Window
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ class Outcome:
 
     def at_start(self) -> tuple[str, Plan] | None:
         """Name and plan for a job that is started anew, if it should beat what this one came to."""
+        if self.verdict is Verdict.KEPT and self.plan is not None and self.plan.partitions:
+            bound = launch_bytes(self.plan.partitions)
+            started = Plan(
+                fingerprint=self.plan.fingerprint,
+                partition_bytes=bound,
+                predicted_ms=self.measured_ms,
+                baseline_ms=self.baseline_ms,
+            )
+            return f"BYTEPS_PARTITION_BYTES={bound}", started
         reached = self.comparison.ratio if self.comparison is not None and self.verdict is Verdict.KEPT else 1.0
         for name, plan in self.planned.at_start if self.planned is not None else []:
             if self.verdict is Verdict.ROLLED_BACK and plan.tensor_groups is not None:

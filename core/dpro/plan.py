@@ -34,6 +34,8 @@ class Plan:
     tensor_groups: list[list[str]] | None = None
     #: Bytes per partition, by tensor name.
     partitions: dict[str, int] | None = None
+    #: BytePS: one bound for all of them, when the job is started.
+    partition_bytes: int | None = None
     fusion_threshold: int | None = None
     cycle_time: float | None = None
     #: DDP: one number = uniform ``bucket_cap_mb``; more = ``bucket_cap_mb_list``.
@@ -56,6 +58,7 @@ class Plan:
         _check("fingerprint", self.fingerprint, _is_str_map)
         _check("tensor_groups", self.tensor_groups, _is_groups)
         _check("partitions", self.partitions, lambda v: _is_map(v) and all(_is_count(n) for n in v.values()))
+        _check("partition_bytes", self.partition_bytes, _is_count)
         _check("fusion_threshold", self.fusion_threshold, lambda v: type(v) is int and v >= 0)
         _check("cycle_time", self.cycle_time, lambda v: _is_number(v) and 0 < v <= MAX_CYCLE_MS)
         _check("bucket_caps", self.bucket_caps, _is_caps)

@@ -104,6 +104,26 @@ def inform(graph: Graph, traces: list[RankTrace]) -> None:
         graph.info["sync"] = fit_buckets(assemble_steps(traces), contention=contention, steps=steps)
 
 
+def replayed_ms(graph: Graph, traces: list[RankTrace], played: Replay) -> float:
+    """The step under the job's own settings: ``played``, the replay of ``graph``, unless it was recorded under others.
+
+    That is so for a parameter server job with more partitions than can be recorded: theirs are the cost model's.
+    """
+    from dpro.passes.tensor_partition import TensorPartition, captured, own
+    from dpro.replay.engine import replay
+
+    if (cuts := own(graph)) == captured(graph):
+        return played.makespan_ns / 1e6
+    inform(graph, traces)
+    if "ps_model" not in graph.info:
+        return played.makespan_ns / 1e6
+    mark = TensorPartition().apply(graph, cuts)
+    try:
+        return replay(graph).makespan_ns / 1e6
+    finally:
+        graph.undo(mark)
+
+
 def make_plans(
     blobs: list[bytes], knobs: set[Knob], fingerprint: dict[str, str], settings: Settings, session: Session
 ) -> Planned:
@@ -128,7 +148,7 @@ def make_plans(
     played = replay(graph)
     planned = Planned(
         unprofiled_ms=unprofiled_ms.tolist(),
-        replayed_ms=played.makespan_ns / 1e6,
+        replayed_ms=replayed_ms(graph, traces, played),
         capture_overhead_pct=overhead_pct,
         warnings=list(dict.fromkeys(graph.warnings)),
         job={"framework": traces[0].meta.framework, "world_size": len(traces), "fingerprint": fingerprint},

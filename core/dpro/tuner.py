@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from dpro.adapter import Adapter, RankLeft, RegionTimer
+from dpro.adapter import Adapter, RankLeft, RecordsUnderPlan, RegionTimer
 from dpro.errors import DproError, PlanError
 from dpro.outcome import Arm, Outcome, Verdict
 from dpro.plan import Plan
@@ -171,6 +171,7 @@ class Tuner:
             blob = self._guard(lambda: pack_trace(self._with_regions(captured))) if captured is not None else None
             patience_s = 3 * settings.search_s + 2 * settings.regions_s + settings.timeout_s
             decision = self._meet("plan", blob or b"", self._plan, extra_s=patience_s)
+            self._switch(None)
         else:
             given = self._given
             own = json.dumps({"ms": base_ms, "sha": self._hash(given)}).encode()
@@ -228,6 +229,12 @@ class Tuner:
 
     def _capture(self, base_ms: list[float]) -> Generator[None, int | None, RankTrace | None]:
         """Profile a few steps; a failure is kept for the meeting that follows."""
+        if isinstance(self.adapter, RecordsUnderPlan):
+            plan = self._guard(self.adapter.plan_to_record)
+            self._meet("record", json.dumps({"sha": self._hash(plan)}).encode(), same_plan)
+            if plan is not None:
+                self._switch(plan)
+                yield from self._pass(self.settings.settle_steps)
         self.state = State.CAPTURE
         steps = self.settings.capture_steps
         self._session.say(f"profiling steps {self.steps + 1} to {self.steps + steps} of {self._rank_count()} ranks")

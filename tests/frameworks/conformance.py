@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from dpro.adapter import Adapter, Knob
+from dpro.adapter import Adapter, Knob, RecordsUnderPlan
 from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro.trace.model import EventKind, RankTrace
@@ -81,13 +81,29 @@ def _steps(job: Subject, count: int) -> None:
         job.step()
 
 
+def _start_capture(job: Subject) -> None:
+    """As the tuner does it."""
+    plan = job.adapter.plan_to_record() if isinstance(job.adapter, RecordsUnderPlan) else None
+    if plan is not None:
+        job.adapter.apply(plan)
+        _steps(job, 2)
+    job.adapter.start_capture()
+
+
+def _settings_back(job: Subject) -> None:
+    if isinstance(job.adapter, RecordsUnderPlan):
+        job.adapter.revert()
+
+
 def _capture(job: Subject) -> RankTrace:
     _steps(job, 3)
-    job.adapter.start_capture()
+    _start_capture(job)
     for _ in range(CAPTURED_STEPS):
         job.step()
         job.adapter.mark_step()
-    return job.adapter.stop_capture()
+    trace = job.adapter.stop_capture()
+    _settings_back(job)
+    return trace
 
 
 def _ready_order(trace: RankTrace) -> list[str]:
@@ -142,14 +158,16 @@ def check_abort(job: Subject) -> dict[str, Any]:
     _steps(job, 2)
     before = job.attached()
     job.adapter.abort_capture()  # none is running: fine
-    job.adapter.start_capture()
+    _start_capture(job)
     job.step()
     job.adapter.abort_capture()
+    _settings_back(job)
     aborted = job.attached()
-    job.adapter.start_capture()
+    _start_capture(job)
     job.step()
     job.adapter.close()
     job.adapter.close()
+    _settings_back(job)
     closed = job.attached()
     try:
         job.adapter.stop_capture()

@@ -17,14 +17,14 @@ from dpro.graph.graph import Graph
 from dpro.graph.ps_ops import INFO
 from dpro.passes.tensor_partition import TensorPartition, captured, uniform
 from dpro.plan import Plan
-from dpro.planning import make_plans, pack_trace
+from dpro.planning import make_plans, pack_trace, replayed_ms
 from dpro.replay.engine import replay
 from dpro.search import tensor_partition
 from dpro.search.critical_path import SearchResult, optimize
 from dpro.search.tensor_partition import LEAST_BYTES
 from dpro.session import Session
 from dpro.settings import Settings
-from dpro.trace.byteps import DEFAULT_PARTITION_BYTES, PAGE_BYTES, cut, launch_bytes
+from dpro.trace.byteps import DEFAULT_PARTITION_BYTES, PAGE_BYTES, SETTINGS, cut, launch_bytes
 from dpro.trace.store import RunFolder
 from tests.graph.ps_jobs import layout, model, ps_graph, traces
 from tests.passes.test_tensor_partition import state
@@ -222,3 +222,33 @@ def test_the_command_line_optimizes_a_captured_job(tmp_path: Path, capsys: pytes
     answer = json.loads(capsys.readouterr().out)
     assert answer["error_pct"] == pytest.approx(0, abs=1e-6)
     assert {link["link"] for link in answer["links"]} >= {"worker0 → server0", "server0 → worker1"}
+
+
+def test_what_was_recorded_under_another_bound_is_compared_with_the_jobs_own() -> None:
+    """Recorded in one part, the job's own is 4,096,000 bytes: that is the baseline, to the ns."""
+    where = layout(orderly=False)
+    recorded = ps_graph((SIZE,), SIZE, where, model(where, SLOW))
+    jobs = slow_graph()
+    recorded.info[INFO].job_bytes = DEFAULT_PARTITION_BYTES
+    assert search(recorded).baseline_ms == search(jobs).baseline_ms
+    assert search(recorded).candidates == search(jobs).candidates
+    assert captured(recorded) == ((0, SIZE),)
+    recorded.info[INFO].job_bytes = 2 * SIZE  # makes the same parts
+    assert search(recorded).baseline_ms == replay(recorded).makespan_ns / 1e6
+
+
+def test_the_replay_of_the_jobs_own_settings_where_others_were_recorded() -> None:
+    """Recorded in parts four times as large: 1 % of a message's time is believed to be no bytes of it."""
+    where = layout(orderly=False)
+    small, large = (
+        ps_graph((SIZE, SIZE), bound, where, model(where, SLOW), bwd_ns=[MS, MS], update_ns=MS)
+        for bound in (SIZE // 20, SIZE // 5)
+    )
+    told = traces([large] * 3)
+    for trace in told:
+        trace.meta.extra[SETTINGS] |= {"partition_bytes": SIZE // 5, "job_bytes": SIZE // 20}
+    graph = assemble(told)
+    played = replay(graph)
+
+    assert replayed_ms(graph, told, played) == pytest.approx(replay(small).makespan_ns / 1e6, rel=0.15)
+    assert replay(graph).makespan_ns == played.makespan_ns

@@ -75,6 +75,14 @@ def test_stages_of_a_file(tmp_path: Path, close: str) -> None:
     assert bool(comm.warnings) == (not close.endswith("}"))
 
 
+def test_keys_of_the_upper_half_are_written_as_negative_numbers(tmp_path: Path) -> None:
+    """As C++ does it: 32,770 << 16 + 1 in an ``int``."""
+    key = (32_770 << 16) + 1
+    comm = byteps.read(write(tmp_path / "comm.json", partition(A, key - (1 << 32), 0)))
+    assert {stage.key for stage in comm.stages} == {key}
+    assert comm.warnings == []
+
+
 def test_what_never_ended_is_dropped_and_counted(tmp_path: Path) -> None:
     """A duration of 0 is what BytePS writes for a stage that was not over; a spare total has it as well."""
     bad = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Callable
 
 import pytest
 
@@ -240,3 +241,51 @@ def test_same_plan_names_the_rank_and_compares_parameters() -> None:
 
 def test_an_arm_pools_its_windows() -> None:
     assert Arm(None, "a", windows=[Window(0, [1.0]), Window(2, [2.0, 3.0])]).times_ms() == [1.0, 2.0, 3.0]
+
+
+RECORD = plan(9.0)
+
+
+def records_under(recording: Plan | None) -> Callable[[Rank], None]:
+    """An arrangement in which a capture needs ``recording``."""
+
+    def arrange(rank: Rank) -> None:
+        def plan_to_record() -> Plan | None:
+            rank.adapter.calls.append("plan_to_record")
+            return recording
+
+        rank.adapter.plan_to_record = plan_to_record  # type: ignore[attr-defined]
+
+    return arrange
+
+
+def test_a_job_that_is_recorded_under_a_plan_has_its_own_settings_back() -> None:
+    ranks = Job(lambda *_: 10.0, plans=planner(), arrange=records_under(RECORD)).run()
+    assert alike(ranks).verdict is Verdict.NO_BETTER_PLAN
+    in_force = ranks[0].in_force
+    # 3 warm-up + 4 baseline, then 2 to settle + 2 captured
+    assert in_force == [""] * 7 + [RECORD.sha256] * 4 + [""] * (80 - 11)
+    calls = [call for call in ranks[1].adapter.calls if call != "checksum"]
+    captured = ["start_capture", "mark_step", "mark_step", "stop_capture"]
+    assert calls == ["plan_to_record", "prepare", "apply", *captured, "revert", "close", "close"]
+
+
+def test_a_job_that_can_be_recorded_as_it_is_stays_as_it_is() -> None:
+    ranks = Job(by_plan, plans=planner(FAST), arrange=records_under(None)).run()
+    assert alike(ranks).verdict is Verdict.KEPT
+    assert "revert" in ranks[0].adapter.calls and RECORD.sha256 not in ranks[0].in_force
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_cannot_be_recorded_makes_all_step_aside_before_anything_is_changed(victim: int) -> None:
+    def arrange(rank: Rank) -> None:
+        def fail() -> Plan:
+            raise RuntimeError("no record here")
+
+        records_under(RECORD)(rank)
+        if rank.number == victim:
+            rank.adapter.plan_to_record = fail  # type: ignore[attr-defined]
+
+    ranks = Job(by_plan, arrange=arrange).run()
+    assert alike(ranks).reason == f"rank {victim}: RuntimeError: no record here; nothing was changed"
+    assert not any(ranks[0].in_force)

@@ -97,6 +97,7 @@ class Partitions:
                 self._bounds[part.tensor] = max(self._bounds.get(part.tensor, 1), part.nbytes)
                 sizes[part.key] = max(0, part.nbytes)
         self._steps.pop(-1, None)
+        self._job_bytes = byteps.settings(traces[0]).job_bytes
         self._layout = layout_of(traces, ranks, sizes)
         for step, parts in self._steps.items() if servers else ():
             self._steps[step] = with_servers(parts, traces, servers, self._layout)
@@ -147,7 +148,7 @@ class Partitions:
             ]
             for worker in range(len(locals_))
         ]
-        graph.info[INFO] = known = Ps(self._layout, self._bounds, self._told)
+        graph.info[INFO] = known = Ps(self._layout, self._bounds, self._told, job_bytes=self._job_bytes)
         graph.info["messages"] = self._facts()
         return add_ops(graph, parts, runs, known, self._paces)
 

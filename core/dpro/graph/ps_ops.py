@@ -76,6 +76,7 @@ class Seen(NamedTuple):
 @dataclass
 class Ps:
     """What later floors need to know. ``bounds``: bytes of a partition, at most, by tensor; ``paces`` of links.
+    ``job_bytes``: the job's own bound where it was recorded under another one, else 0.
 
     ``lags``: ns until an idle thread takes up what is to be copied "out", pushed ("push"), asked for ("ask"), copied
     "in"; and where the server tells, until a push that it has is acknowledged ("acknowledge").
@@ -86,6 +87,7 @@ class Ps:
     paces: dict[str, Pace] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
     lags: dict[str, list[int]] = field(default_factory=dict)
+    job_bytes: int = 0
 
 
 @dataclass

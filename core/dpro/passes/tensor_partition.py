@@ -186,6 +186,16 @@ def captured(graph: Graph) -> Cuts:
     return tuple((t, ps.bounds[t]) for t in tensors if t in ps.bounds and graph.tensors[t].nbytes > 0)
 
 
+def own(graph: Graph) -> Cuts:
+    """The job's own cuts: those in force, unless it was recorded under others."""
+    in_force, ps = captured(graph), graph.info.get(INFO)
+    if not isinstance(ps, Ps) or not ps.job_bytes:
+        return in_force
+    jobs = uniform(graph, ps.job_bytes)
+    sizes = [[cut(graph.tensors[t].nbytes, n) for t, n in cuts] for cuts in (jobs, in_force)]
+    return in_force if sizes[0] == sizes[1] else jobs
+
+
 def uniform(graph: Graph, nbytes: int) -> Cuts:
     """One bound for all gradients."""
     return tuple((tensor, nbytes) for tensor, _ in captured(graph))

@@ -19,7 +19,7 @@ from dpro.cost.ps import MODEL, PsModel, best_parts, fit_ps
 from dpro.cost.sync import SyncModel
 from dpro.graph.graph import Graph
 from dpro.graph.ps_ops import INFO, Ps
-from dpro.passes.tensor_partition import HAND_TRIED_BYTES, Cuts, TensorPartition, captured, uniform
+from dpro.passes.tensor_partition import HAND_TRIED_BYTES, Cuts, TensorPartition, captured, own, uniform
 from dpro.plan import Plan
 from dpro.replay.engine import replay
 from dpro.replay.path import critical_path
@@ -117,7 +117,7 @@ def search(
     Returns up to ``top`` plans that differ: the best one, the best with one bound for all gradients, and further
     bounds within 3 % of the best. Without :attr:`Knob.PARTITIONS` all have one bound; with :attr:`Knob.PARTITION_BYTES`
     alone the best is for a job that is started anew (:func:`dpro.trace.byteps.launch_bytes`). The baseline is the
-    replay of the captured partitions under the same cost model, ``graph.info["ps_model"]``; without one it is fitted
+    replay of the job's own partitions under the same cost model, ``graph.info["ps_model"]``; without one it is fitted
     to the graph's own.
     """
     began = time.monotonic()
@@ -131,7 +131,7 @@ def search(
             graph.info[MODEL] = fit_ps([graph])
         judge = _Judge(graph, began + time_budget_s)
         judge.rebase(captured(graph))
-        baseline = judge.judge(captured(graph))
+        baseline = judge.judge(own(graph))
         _sweep(judge)
         if Knob.PARTITIONS in knobs:
             _one_by_one(judge)

@@ -55,6 +55,9 @@ _SNIFFED_RECORDS = 20
 _MAX_TIME_NS = 1 << 62
 _MAX_KEY = 1 << 48
 _MAX_COUNT = 1 << 16
+_NUMBER = re.compile(r"-?\d{1,17}")
+#: Keys are written as signed numbers of 32 bits: those of the upper half are below 0.
+_WRAPPED = 1 << 32
 #: What an adapter adds to a name so that BytePS cuts the tensor anew.
 _GENERATION = re.compile(r"~\d+$")
 #: What MXNet's plugin puts before a name.
@@ -89,7 +92,7 @@ class Settings:
     ``partitions`` has the bound of tensors that were cut anew in the running job, ``declared`` the tensors' declared
     indices (both by name in the trace). ``node`` is the address of the worker's host, ``server_nodes`` those of the
     servers' hosts, one for each server, in any order; empty where not known. ``credit`` 0: partitions go first come,
-    first served.
+    first served. ``job_bytes``: the job's own bound where it was recorded under another one; 0: it was not.
     """
 
     workers: int = 0
@@ -97,6 +100,7 @@ class Settings:
     partition_bytes: int = DEFAULT_PARTITION_BYTES
     credit: int = 0
     hash_fn: str = "djb2"
+    job_bytes: int = 0
     node: str = ""
     server_nodes: tuple[str, ...] = ()
     partitions: Mapping[str, int] = field(default_factory=dict)
@@ -113,12 +117,14 @@ def settings(trace: RankTrace) -> Settings:
     told = told if isinstance(told, dict) else {}
     counts = {key: told[key] for key in ("workers", "servers", "credit") if _count(told.get(key), _MAX_COUNT)}
     nodes = told.get("server_nodes")
+    job_bytes = told.get("job_bytes", 0)
     return Settings(
         **{**counts, "servers": max(1, counts.get("servers", 1))},
         partition_bytes=aligned(told["partition_bytes"])
         if _count(told.get("partition_bytes"), _MAX_KEY) and told["partition_bytes"]
         else DEFAULT_PARTITION_BYTES,
         hash_fn=str(told.get("hash_fn", "djb2")),
+        job_bytes=aligned(job_bytes) if _count(job_bytes, _MAX_KEY) and job_bytes else 0,
         node=str(told.get("node", "")),
         server_nodes=tuple(map(str, nodes)) if isinstance(nodes, list) else (),
         partitions={name: n for name, n in _counts(told.get("partitions"), _MAX_KEY).items() if n > 0},
@@ -286,7 +292,9 @@ def _stage(record: Mapping[str, Any], counts: Counter[str]) -> Stage | None:
             return None
         return Stage(tensor, -1, "", at, over)
     stage = text(str(record.get("name", ""))).rpartition(".")[2]
-    key = int(tid) if isinstance(tid, str) and tid.isdigit() and len(tid) < 18 else tid
+    key = int(tid) if isinstance(tid, str) and _NUMBER.fullmatch(tid) else tid
+    if type(key) is int and -_WRAPPED < key < 0:
+        key += _WRAPPED
     if stage not in _STAGES or type(key) is not int or not 0 <= key < _MAX_KEY:
         counts["event(s) of no known stage dropped"] += 1
         return None

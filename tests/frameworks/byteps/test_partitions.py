@@ -66,8 +66,8 @@ def test_a_foreign_plan_or_another_global_changes_nothing(tmp_path: Path) -> Non
 
 def test_bounds_that_cost_memory_for_good_are_limited(tmp_path: Path) -> None:
     for said in run("bounds_without_end", tmp_path):
-        assert said[:4] == [""] * 4
-        assert all("4 partition sizes were tried" in one for one in said[4:]) and len(said) == 7
+        assert said[:5] == [""] * 5
+        assert all("5 partition sizes were tried" in one for one in said[5:]) and len(said) == 7
 
 
 def test_an_apply_that_fails_on_one_rank_leaves_all_alike(tmp_path: Path) -> None:
@@ -113,8 +113,15 @@ def test_a_given_plan_is_verified_in_the_running_job(kept: bool, tmp_path: Path)
         assert one["left"] == (not kept) and one["under"] == (16384 if kept else 65536)
 
 
-def test_without_a_plan_and_a_trace_the_settings_are_left_alone(tmp_path: Path) -> None:
-    told = run("tuned", tmp_path / "with", plan=False, kept=True, runs=str(tmp_path / "runs"))
-    for one in told:
-        assert one["verdict"] == "STEPPED_ASIDE" and "BYTEPS_TRACE_ON" in one["reason"]
-        assert one["left"] and set(one["bounds"]) == {65536}
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "rolled back"])
+def test_a_job_is_recorded_searched_and_tuned_as_it_runs(kept: bool, tmp_path: Path) -> None:
+    """Weights are those of a job without dpro; what is kept can be set when the next job is started."""
+    with_dpro = run("tuned", tmp_path / "with", plan=False, kept=kept, runs=str(tmp_path / "runs"))
+    alone = run("train", tmp_path / "alone", plans=False)
+    for one, other in zip(with_dpro, alone, strict=True):
+        assert one["verdict"] == ("KEPT" if kept else "ROLLED_BACK"), one["reason"]
+        assert one["weights"] == other["weights"]
+        assert one["bounds"] == with_dpro[0]["bounds"] and len(set(one["bounds"])) == 2
+        assert one["under"] == one["bounds"][-1]
+        assert one["left"] == (not kept)
+        assert one["start"] == (one["under"] if kept else 0)

@@ -19,16 +19,20 @@ from tests.backends.build import PYTHON
 from tests.frameworks.launch import QUICK, ROOT, clean_environment
 
 SCRIPT = ROOT / "tests" / "frameworks" / "scripts" / "unchanged_byteps.py"
-EXAMPLE = ROOT / "examples" / "byteps_mxnet.py"
+KERAS = ROOT / "tests" / "frameworks" / "scripts" / "unchanged_byteps_keras.py"
+EXAMPLES = [ROOT / "examples" / "byteps_mxnet.py", ROOT / "examples" / "byteps_keras.py"]
 #: 256 x 256 floats are 262,144 bytes
 PARTITION_BYTES = 65536
 
 
-def job(folder: Path, capfd: pytest.CaptureFixture[str], script: Path = SCRIPT, **env: str) -> str:
+def job(
+    folder: Path, capfd: pytest.CaptureFixture[str], script: Path = SCRIPT, own_bound: bool = True, **env: str
+) -> str:
     """Output of the script on two workers; they must end well."""
     folder.mkdir()
     given = QUICK | {"DPRO_RUNS_DIR": str(folder / "runs"), "DPRO_MIN_GAIN": "0"}
-    given |= {"BYTEPS_PARTITION_BYTES": str(PARTITION_BYTES)} | env
+    given |= {"BYTEPS_PARTITION_BYTES": str(PARTITION_BYTES)} if own_bound else {}
+    given |= env
     capfd.readouterr()
     with Testbed(2, loopback=True) as bed:
         command = [str(PYTHON), str(script)]
@@ -60,18 +64,46 @@ def test_an_unchanged_script_with_a_plan_trains_to_the_same_bits(
     assert json.loads((run / "outcome.json").read_text())["verdict"] in {"KEPT", "ROLLED BACK"}
 
 
-def test_without_a_plan_dpro_steps_aside_and_says_how_there_can_be_one(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("script", [SCRIPT, KERAS], ids=["mxnet", "keras"])
+def test_an_unchanged_script_is_tuned_and_trains_to_the_same_bits(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = job(tmp_path / "with", capfd, DPRO="apply")
-    assert "stepped aside" in found and "BYTEPS_TRACE_ON" in found
-    assert len(weights(found)) == 2
+    """Recorded, searched and judged as it runs: in each captured step a push and a pull of every partition."""
+    without = job(tmp_path / "without", capfd, script)
+    found = job(tmp_path / "with", capfd, script, DPRO="apply", DPRO_CAPTURE_STEPS="3")
+    assert len(weights(without)) == 2
+    assert weights(found) == weights(without)
+    assert "stepped aside" not in found
+    (run,) = (tmp_path / "with" / "runs").iterdir()
+    assert json.loads((run / "outcome.json").read_text())["verdict"] in {"KEPT", "ROLLED BACK", "NO BETTER PLAN"}
+    traces = load(run)
+    assert [trace.meta.rank for trace in traces] == [0, 1]
+    for trace in traces:
+        assert sorted(tensor.nbytes for tensor in trace.tensors) == [1024] * 3 + [262144] * 3
+        for name in (PUSH, PULL):
+            rows = np.flatnonzero(trace.name == trace.names.index(name))
+            seen = list(
+                zip(trace.step[rows].tolist(), trace.tensor[rows].tolist(), trace.flow[rows].tolist(), strict=True)
+            )
+            assert len(set(seen)) == len(seen) == 3 * (3 * 4 + 3)
+            assert sorted(set(trace.nbytes[rows].tolist())) == [1024, PARTITION_BYTES]
+    assert len(assemble(traces).buckets) == 6
 
 
-def test_the_example(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    env = {"DPRO_PLAN": plan_for(tmp_path, 8), "BYTEPS_PARTITION_BYTES": str(1 << 20)}
-    found = job(tmp_path / "example", capfd, EXAMPLE, **env)
-    assert "dpro: trying given plan" in found and "stepped aside" not in found
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples(example: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = job(tmp_path / "example", capfd, example, BYTEPS_PARTITION_BYTES=str(1 << 20))
+    assert "dpro: profiling steps" in found and "stepped aside" not in found
+
+
+def test_a_job_is_started_with_the_bound_of_its_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """``partition_bytes`` of a kept plan's at_start.json, where the job has no bound of its own."""
+    file = tmp_path / "at_start.json"
+    Plan(fingerprint={"world_size": "2"}, partition_bytes=PARTITION_BYTES).save(file)
+    env = {"DPRO": "apply", "DPRO_PLAN": str(file), "BYTEPS_LOG_LEVEL": "DEBUG"}
+    found = job(tmp_path / "with", capfd, own_bound=False, **env)
+    assert f"started with the plan's partitions, BYTEPS_PARTITION_BYTES={PARTITION_BYTES}" in found
+    assert re.search(r"gradient_\d+ partitioned to 4 part", found)
 
 
 def test_a_capture_has_what_bytepss_own_trace_has_of_its_steps(
