@@ -94,7 +94,12 @@ class Recorder:
             self.gradients = [Gradient(variable, "dense" if dense else _kind(grad)) for grad, variable in pairs]
             return (self._replaced or self._optimizer._aggregate_gradients)(pairs)
         given = list(grads), list(vars or ())
-        self.gradients = [Gradient(variable, _kind(grad)) for grad, variable in zip(*given, strict=False)]
+        original = self.original
+        made = closed_over(getattr(original, "python_function", original))
+        dense = made.get("sparse_as_dense", False)  # before it reduces them
+        kinds = [_kind(grad) for grad in given[0]]
+        kinds = ["dense" if dense and kind == "sparse" else kind for kind in kinds]
+        self.gradients = [Gradient(variable, kind) for kind, variable in zip(kinds, given[1], strict=False)]
         return self._replaced(grads, vars, *args, **kwargs)
 
     @property
@@ -106,6 +111,13 @@ class Recorder:
         """Does nothing the second time, nor where the job has put another function there."""
         if reduction(self._optimizer) is self:
             set_reduction(self._optimizer, self._replaced)
+
+
+def closed_over(function: Any) -> dict[str, Any]:
+    """What a function made by another has of it, by name."""
+    cells = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if cells else ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
 def _kind(grad: Any) -> str:

@@ -14,6 +14,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.util import vars_to_refs
 
+from dpro_integrations.keras_graph import closed_over
+
 #: What Horovod's function for reducing gradients must have closed over to be made again with groups.
 _SETTINGS = (
     "name", "device_dense", "device_sparse", "compression", "sparse_as_dense", "op", "prescale_factor",
@@ -24,21 +26,15 @@ _SETTINGS = (
 def settings_of(allreduce: Callable[..., Any]) -> dict[str, Any]:
     """What ``allreduce``, made by Horovod for an optimizer, was made with; empty where it is none of those."""
     function = getattr(allreduce, "python_function", allreduce)
-    found = _closed_over(function)
+    found = closed_over(function)
     return {key: found[key] for key in _SETTINGS} if set(_SETTINGS) <= set(found) else {}
-
-
-def _closed_over(function: Any) -> dict[str, Any]:
-    cells = getattr(function, "__closure__", None) or ()
-    names = function.__code__.co_freevars if cells else ()
-    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
 def grouped(allreduce: Callable[..., Any], groups: list[list[Any]]) -> Callable[..., Any]:
     """As ``allreduce``, which has none, with ``groups`` of variables."""
     told = settings_of(allreduce)
     # Horovod's own cache would keep the function, and the variables in it, for ever
-    make = _closed_over(hvd._make_cached_allreduce_grads_fn).get("f", hvd._make_cached_allreduce_grads_fn)
+    make = closed_over(hvd._make_cached_allreduce_grads_fn).get("f", hvd._make_cached_allreduce_grads_fn)
     predivide = told["postscale_factor"] if told["op"] == hvd.Average else 1.0
     made: Callable[..., Any] = make(
         told["name"],

@@ -207,3 +207,12 @@ def test_whether_a_thread_first_goes_on_with_its_own_is_seen(
     played, arrays = replay(graph), graph.arrays()
     starts = [played.start[i] for i, op in enumerate(arrays.ids.tolist()) if graph.name_of(op) == "u0"]
     assert starts == [start_us * US] * 2
+
+
+def test_a_thread_that_idles_has_nothing_to_run() -> None:
+    """The wire says that 0 was through at 230, during D. But u0 did not run when the thread idled, 320 to 430."""
+    told = (220, 230, (0,)), (460, 500, (1,))
+    graph = graph_of(*(trace(rank, GRAPH, OPS, (430, 500), told) for rank in (0, 1)))
+    durations = [int(graph.column("duration")[op]) for op in graph.arrays().ids if graph.name_of(op) == "u0"]
+    assert durations == [50 * US] * 2
+    assert replay(graph).makespan_ns == 600 * US

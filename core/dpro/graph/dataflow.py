@@ -33,6 +33,8 @@ DATAFLOW = "dataflow"
 _BACKWARD = re.compile(r"(^|/)gradient(_tape|s)/|_backward")
 #: A dependency ended at most so long after what follows began: clocks of two threads' events, read one after the other.
 _TOLERANCE_NS = 2_000
+#: A thread that has something to run takes it up in less.
+_IDLE_NS = 50_000
 _Occurrences = dict[str, list[DraftOp]]
 
 
@@ -130,7 +132,8 @@ def _yield(ops: list[DraftOp], ready: list[int]) -> None:
 
 def _deliver(local: Local) -> None:
     """Delivery of a response is what its first user waited for, where it waited for nothing else (its thread, another
-    gradient); elsewhere it is taken to last as long as usual."""
+    gradient); elsewhere it is taken to last as long as usual. Not sooner than a thread ended to idle, though, on which
+    what uses it ran later: it would have run then."""
     users: dict[int, DraftOp] = {}
     for op in (op for ops in local.chains.values() for op in ops):
         for marker in (p for p in op.preds if p.kind == OpKind.IN):
@@ -145,9 +148,28 @@ def _deliver(local: Local) -> None:
         idle = all(p is None or p is markers[0] or p.end <= through for p in (*user.preds, user.behind))
         found.append((through, user.start, idle, markers))
     usual_ns = round(median([used - through for through, used, idle, _ in found if idle] or [0]))
+    idle_at = {resource: _idle(local, resource) for resource in local.chains}
     for through, used, idle, markers in found:
+        delivered = used if idle else max(through, min(used, through + usual_ns))
         for marker in markers:
-            marker.start = marker.end = min(marker.start, used if idle else max(through, min(used, through + usual_ns)))
+            user, at = users.get(id(marker)), min(marker.start, delivered)
+            if user is not None and user.start == marker.start:
+                others = max((p.end for p in user.preds if p is not marker), default=local.begin)
+                at = max([at, *(end for start, end in idle_at[user.resource] if others <= start and end <= user.start)])
+            marker.start = marker.end = at
+
+
+def _idle(local: Local, resource: str) -> list[tuple[int, int]]:
+    """When a thread had nothing to run of what needs no gradient, and ran nothing: (from, until), ns."""
+    ops = sorted((op for op in local.chains[resource] if op.resource == resource), key=lambda op: (op.start, op.end))
+    never = 1 << 62
+    ready = [max((p.end for p in op.preds), default=local.begin) if op.kind != OpKind.UPDATE else never for op in ops]
+    soonest = list(accumulate(reversed(ready), min))[::-1]
+    return [
+        (before.end, op.start)
+        for before, op, since in zip(ops, ops[1:], soonest[1:], strict=False)
+        if before.end + _IDLE_NS < op.start and since > before.end
+    ]
 
 
 def skip_ahead(local: Local, ahead_ns: int) -> None:

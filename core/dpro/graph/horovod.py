@@ -22,7 +22,7 @@ from dpro.graph.ddp import CHANNEL
 from dpro.graph.draft import DraftBucket, DraftOp, Local
 from dpro.graph.graph import OpKind
 from dpro.trace import horovod_wire
-from dpro.trace.horovod import GROUP, SUBMIT, WAIT, bounds, collective_row
+from dpro.trace.horovod import GROUP, SUBMIT, WAIT, bounds, collective_row, spans
 from dpro.trace.model import Collective, EventKind, RankTrace, TraceBuilder
 
 
@@ -119,16 +119,20 @@ def with_responses(traces: list[RankTrace]) -> list[RankTrace]:
     if not all(map(is_horovod, traces)):
         return traces
     members = max(len(traces), *(t.meta.world_size for t in traces))  # of a large job a few traces may be given
-    seen = [t if _rows(t) else horovod_wire.with_responses(t, members) for t in traces]
+    wires = iter(horovod_wire.together([t for t in traces if not _rows(t)], members))
+    seen = [t if _rows(t) else next(wires) for t in traces]
     if not any(map(_rows, seen)):
         return traces
     if all(_contents(trace) == _contents(seen[0]) for trace in seen):
         return seen
     timelines = [i for i, trace in enumerate(traces) if _rows(trace)]
     by_step = [_by_step(trace) for trace in seen]
+
+    def coverage(i: int, step: int) -> int:
+        return sum(len(seen[i].collectives[row].tensors) for row in by_step[i][step])
+
     chosen = [
-        max(timelines or range(len(seen)), key=lambda i: sum(len(seen[i].collectives[row].tensors) for row in told[i]))
-        for told in zip(*by_step, strict=False)
+        max(timelines or range(len(seen)), key=lambda i: coverage(i, step)) for step in range(min(map(len, by_step)))
     ]
     out = []
     for i, trace in enumerate(traces):
@@ -143,6 +147,10 @@ def with_responses(traces: list[RankTrace]) -> list[RankTrace]:
                 collective_row(builder, facts, start, end, nbytes)
                 number += 1
         out.append(trace.joined(builder.freeze([])))
+        handed_in = len(spans(trace, SUBMIT))
+        missed = sum(coverage(j, step) < handed_in for step, j in enumerate(chosen))
+        if missed and not timelines:
+            out[-1].warnings.append(horovod_wire.untold(missed))
     return out
 
 

@@ -36,49 +36,117 @@ class _Run:
 
 
 def with_responses(trace: RankTrace, members: int) -> RankTrace:
-    """``trace`` with a COLLECTIVE row for every response that its wire rows show; as it is where they show none.
+    """:func:`together` of one rank: what another had not handed in is told from the bytes as far as it can be."""
+    return together([trace], members)[0]
+
+
+def together(traces: list[RankTrace], members: int) -> list[RankTrace]:
+    """``traces`` with a COLLECTIVE row for every response that their wire rows show; as they are where there are none.
+
+    What all ranks have handed in goes, and the n-th response of a step is the same everywhere: what each rank handed in
+    before its own n-th says, without a common clock, in which order gradients were there on all of them.
 
     Args:
-        trace: with rows for gradients that were handed in and waited for, and for payload sent and received.
+        traces: with rows for gradients that were handed in and waited for, and for payload sent and received.
         members: ranks of the ring.
     """
-    runs = _runs(trace)
-    if not runs:
-        return trace
-    submitted, waited = _in_order(trace, SUBMIT), _in_order(trace, WAIT)
-    sizes = np.array([tensor.nbytes for tensor in trace.tensors], dtype=np.int64)
+    found = [_runs(trace) for trace in traces]
+    if len(traces) > 1 and not all(found):
+        return [with_responses(trace, members) for trace in traces]
+    if not traces or not all(found):
+        return traces
+    ranks = [_Rank(trace, runs) for trace, runs in zip(traces, found, strict=True)]
+    for step in range(max(trace.steps for trace in traces)):
+        views = [(rank, rank.step(step)) for rank in ranks if step < rank.trace.steps]
+        alike = len({len(view.runs) for _, view in views}) == 1
+        for group in [views] if alike else [[view] for view in views]:
+            _tell(group, members)
+    return [rank.told() for rank in ranks]
+
+
+@dataclass
+class _Step:
+    """Of one rank: its runs, and when each gradient was handed in and had (ns by name)."""
+
+    runs: list[_Run]
+    handed: dict[str, int]
+    had: dict[str, int]
+
+
+class _Rank:
+    def __init__(self, trace: RankTrace, runs: list[_Run]) -> None:
+        self.trace, self._runs = trace, runs
+        self._submitted, self._waited = _in_order(trace, SUBMIT), _in_order(trace, WAIT)
+        self._number = {tensor.name: t for t, tensor in enumerate(trace.tensors)}
+        self._sizes = np.array([tensor.nbytes for tensor in trace.tensors], dtype=np.int64)
+        told = trace.meta.library()
+        self._cycle_ns, self._alone = told.get("cycle_ns", _CYCLE_NS), told.get("fusion_bytes") == 0
+        self._builder = TraceBuilder(trace.meta)
+        self._sequence = self.missed = 0
+
+    def step(self, number: int) -> _Step:
+        begin, end = self.trace.step_bounds[number].tolist()
+        handed, had = (
+            {self.trace.tensors[t].name: at for at, t in times if begin <= at < end}
+            for times in (self._submitted, self._waited)
+        )
+        return _Step([run for run in self._runs if begin <= run.start < end], handed, had)
+
+    def nbytes(self, names: list[str]) -> npt.NDArray[np.float64]:
+        return self._sizes[[self._number[name] for name in names]].astype(np.float64)
+
+    def add(self, names: list[str], run: _Run, step: _Step) -> None:
+        """The gradients ``names`` went with ``run``."""
+        # after copying out, the thread asks for bits again, at once where the cycle's time is over
+        over = run.again if run.again - run.begun > self._cycle_ns else run.end
+        over = max(run.end, min([over, *(step.had[name] for name in names if name in step.had)]))
+        numbers = {self._number[name]: step.handed[name] for name in names}
+        kinds = {t: (self.trace.tensors[t].dtype, at if self._alone else 0) for t, at in numbers.items()}
+        span = min(max(run.begun, *numbers.values()), run.start), over
+        self._sequence = _add(self._builder, kinds, self._sizes, span, self._sequence)
+
+    def told(self) -> RankTrace:
+        out = self.trace.joined(self._builder.freeze([]))
+        if self.missed:
+            out.warnings.append(untold(self.missed))
+        return out
+
+
+def _tell(ranks: list[tuple[_Rank, _Step]], members: int) -> None:
+    """Which gradients went with which of a step's runs, of which all ``ranks`` have as many."""
     share = 2 * (members - 1) / members  # round a ring of n, each rank receives 2 (n - 1) / n of the bytes
-    told = trace.meta.library()
-    cycle_ns, alone = told.get("cycle_ns", _CYCLE_NS), told.get("fusion_bytes") == 0
-    builder = TraceBuilder(trace.meta)
-    missed = sequence = 0
-    for begin, end in trace.step_bounds.tolist():
-        pending = [(at, t) for at, t in submitted if begin <= at < end]
-        had = {t: at for at, t in waited if begin <= at < end}
-        carried: _Run | None = None  # what fits nothing may be a part of what follows
-        for run in (run for run in runs if begin <= run.start < end):
-            if carried is not None:
-                run = _Run(carried.begun, carried.start, run.end, run.again, carried.nbytes + run.nbytes)
-            ready = [t for at, t in pending if at <= run.start]
-            took = _taken(share * sizes[ready].astype(np.float64), run.nbytes)
-            if took is None:
-                carried = run
-                continue
-            carried = None
-            numbers = ready[took]
-            handed = {t: at for at, t in pending if t in numbers}
-            pending = [(at, t) for at, t in pending if t not in handed]
-            # after copying out, the thread asks for bits again, at once where the cycle's time is over
-            over = run.again if run.again - run.begun > cycle_ns else run.end
-            over = max(run.end, min([over, *(had[t] for t in numbers if t in had)]))
-            kinds = {t: (trace.tensors[t].dtype, at if alone else 0) for t, at in handed.items()}
-            span = min(max(run.begun, *handed.values()), run.start), over
-            sequence = _add(builder, kinds, sizes, span, sequence)
-        missed += bool(pending)
-    out = trace.joined(builder.freeze([]))
-    if missed:
-        out.warnings.append(f"{missed} step(s) with gradients whose way over the wire could not be told")
-    return out
+    lead, of_lead = ranks[0]
+    left = [name for name in of_lead.handed if all(name in step.handed for _, step in ranks)]
+    carried: list[_Run] | None = None  # what fits nothing may be a part of what follows
+    for runs in zip(*(step.runs for _, step in ranks), strict=True):
+        now = list(runs)
+        if carried is not None:
+            now = [
+                _Run(was.begun, was.start, run.end, run.again, was.nbytes + run.nbytes)
+                for was, run in zip(carried, now, strict=True)
+            ]
+        late = {
+            name: max(step.handed[name] - run.begun for (_, step), run in zip(ranks, now, strict=True))
+            for name in left
+            if all(step.handed[name] <= run.start for (_, step), run in zip(ranks, now, strict=True))
+        }
+        ready = sorted(late, key=late.__getitem__)
+        took = _taken(share * lead.nbytes(ready), now[0].nbytes)
+        if took is None:
+            carried = now
+            continue
+        carried = None
+        for (rank, step), run in zip(ranks, now, strict=True):
+            rank.add(ready[took], run, step)
+        gone = set(ready[took])
+        left = [name for name in left if name not in gone]
+    for rank, _ in ranks:
+        rank.missed += bool(left)
+
+
+def untold(steps: int) -> str:
+    """The warning where the bytes of so many steps do not say when all gradients went."""
+    return f"{steps} step(s) with gradients whose way over the wire could not be told"
 
 
 def _add(

@@ -119,19 +119,21 @@ def unusual(tune: str, kind: str) -> dict[str, Any]:
             inner = keras.Sequential([keras.Input((WIDTH,)), dense("a", 9)])
             twins = keras.Sequential([keras.Input((WIDTH,)), dense("a", 8), inner, dense("head", 4, 1)])
             model = compiled(twins)
-        elif kind == "sparse":
-            embedding = keras.layers.Embedding(5, 4, embeddings_initializer=keras.initializers.RandomUniform(seed=1))
+        elif kind in ("sparse", "made dense"):
+            start = keras.initializers.RandomUniform(seed=1)
+            embedding = keras.layers.Embedding(5, 4, embeddings_initializer=start, name="words")
             behind = [keras.layers.Flatten(), dense("head", 4, 1)]
-            model = compiled(keras.Sequential([keras.Input((WIDTH,)), embedding, *behind]))
+            model = keras.Sequential([keras.Input((WIDTH,)), embedding, *behind])
+            model = compiled(model, sparse_as_dense=kind == "made dense")
         elif kind == "own groups":
             model = net()
             model = compiled(model, groups=[[model.weights[0], model.weights[2]]])
         else:
             model = compiled(net())
             model.compile(model.optimizer, "mse", steps_per_execution=5)
-        if kind == "sparse":
+        if kind in ("sparse", "made dense"):
             x = np.random.RandomState(hvd.rank()).randint(5, size=(50 * BATCH, WIDTH))
-            ours = callback(tune, [["head/kernel", "head/bias"]])
+            ours = callback(tune, [["head/kernel", "words/embeddings" if kind == "made dense" else "head/bias"]])
             model.fit(x, np.ones((50 * BATCH, 1)), batch_size=BATCH, shuffle=False, verbose=0, callbacks=ours)
             return report(model, ours[0].outcome if ours else None)
         return fit(model, callback(tune, [["head/kernel", "head/bias"]] if kind == "namesakes" else None))

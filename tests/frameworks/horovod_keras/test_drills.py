@@ -151,6 +151,10 @@ def test_what_groups_could_disturb_is_left_alone(ranks: HorovodRanks, tmp_path: 
     assert says in found.lines("stepped aside")[0]
 
 
+def test_gradients_that_horovod_makes_dense_are_grouped(ranks: HorovodRanks, tmp_path: Path) -> None:
+    kept(both(ranks, tmp_path, f"{DRILLS}:unusual", kind="made dense"), [1, 2])
+
+
 def test_several_steps_in_one_execution(ranks: HorovodRanks, tmp_path: Path) -> None:
     found = both(ranks, tmp_path, f"{DRILLS}:unusual", kind="steps_per_execution", like=f"{JOBS}:plain")
     assert len(found.lines("stepped aside: several steps are one execution")) == 2  # each rank sees it for itself
