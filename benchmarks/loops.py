@@ -76,12 +76,18 @@ def settle_capture(adapter: Adapter, step: Callable[[], None]) -> bool:
 
 def captured_ready(adapter: Adapter, step: Callable[[], None]) -> list[tuple[str, int]]:
     """:meth:`Loop.ready` as a capture saw it, where a framework has no hook for each gradient."""
-    step()
-    settled = settle_capture(adapter, step)
+
+    def asked() -> None:
+        step()
+        adapter.obstacle()  # after every step, as the tuner does
+
+    asked()
+    asked()
+    settled = settle_capture(adapter, asked)
     adapter.start_capture()
     try:
         for _ in range(_READY_STEPS):
-            step()
+            asked()
             adapter.mark_step()
         tensors = adapter.stop_capture().tensors
     except BaseException:
