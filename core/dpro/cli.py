@@ -195,7 +195,7 @@ def optimize(
     path: PathArgument,
     passes: Annotated[
         str, typer.Option(help="Passes to use, by name, with commas between.")
-    ] = "tensor_fusion,cycle_time,tensor_partition",
+    ] = "tensor_fusion,op_fusion,cycle_time,tensor_partition",
     strategy: Annotated[str, typer.Option(help="Who chooses the edits: dpro.")] = "dpro",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here.")] = None,
     json: Json = False,
@@ -217,7 +217,7 @@ def optimize(
     traces = _load(path)
     graph = _assemble(path, traces)
     # what a plan for the library that was seen can hold
-    horovods = {Knob.GROUPS, Knob.CYCLE_TIME}
+    horovods = {Knob.GROUPS, Knob.CYCLE_TIME, Knob.COMPILE_REGIONS}
     knobs = knobs & horovods if graph.info.get("negotiated") else knobs - horovods
     knobs.discard(Knob.PARTITIONS)  # BytePS has one bound for all gradients
     inform(graph, traces)

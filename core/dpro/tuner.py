@@ -34,6 +34,8 @@ from dpro.verdict import Comparison, Window, compare, slowest_rank, timing
 
 #: Turns of plan and baseline before the verdict, where the machine is noisy.
 _MOST_ROUNDS = 3
+#: More steps that are not timed where layers are compiled: XLA waits for the third run of a cluster.
+_COMPILE_STEPS = 2
 
 
 class State(Enum):
@@ -297,7 +299,8 @@ class Tuner:
     def _measure(self, arm: Arm) -> _Steps:
         """Put ``arm`` in force and time a window of it; every rank gets the slowest rank's times."""
         self._switch(arm.plan)
-        yield from self._pass(self.settings.settle_steps)
+        compiles = arm.plan is not None and arm.plan.compile_regions
+        yield from self._pass(self.settings.settle_steps + (_COMPILE_STEPS if compiles else 0))
         self.state = State.VERIFY
         own = yield from self._timed(self.settings.verify_steps)
         met = self._meet("times", json.dumps(own).encode(), slowest_of_each_step)

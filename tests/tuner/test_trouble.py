@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpro.plan import Plan
 from dpro.planning import Planned
+from dpro.trace.model import RankTrace
+from dpro.trace.regions import REGIONS, Region, RegionTime, load
 from dpro.tuner import State, Verdict
 from tests.tuner.fakes import Job, Killed, Rank, plan, planner
 
@@ -90,6 +94,32 @@ def test_an_exception_in_the_planner() -> None:
     assert len({rank.decision for rank in ranks}) == 1
     assert ranks[1].outcome.reason == "ZeroDivisionError: in the search; nothing was changed"
     assert len(lines(ranks)) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_regions_are_timed_on_rank_0_and_a_failure_costs_no_more_than_them(fails: bool) -> None:
+    half = Region(("norm",), (), "kind", RegionTime(2, 2, 1, 1))
+    asked, seen = [], []
+
+    def arrange(rank: Rank) -> None:
+        def time_regions(trace: RankTrace, budget_s: float) -> list[Region]:
+            asked.append((rank.number, trace.meta.rank, budget_s))
+            if fails:
+                raise RuntimeError("no compiler")
+            return [half]
+
+        rank.adapter.time_regions = time_regions  # type: ignore[attr-defined]
+
+    def plans(blobs: list[bytes], *rest: object) -> Planned:
+        seen.extend(load(RankTrace.load(io.BytesIO(blob)).meta.extra.get(REGIONS)) for blob in blobs)
+        return planner(FAST)(blobs, *rest)
+
+    ranks = Job(gain, plans=plans, arrange=arrange).run()
+    assert all(rank.outcome.verdict is Verdict.KEPT for rank in ranks)
+    assert asked == [(0, 0, ranks[0].tuner.settings.regions_s)]
+    assert seen == ([[], []] if fails else [[half], []])
+    said = [line for line in ranks[0].voice.lines if "no compiler" in line]
+    assert said == ["layers that XLA could compile not timed: RuntimeError: no compiler"] * fails
 
 
 def test_a_hash_that_differs_on_one_rank_changes_nothing() -> None:

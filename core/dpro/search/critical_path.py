@@ -143,7 +143,8 @@ def optimize(
         found = [_candidate(graph, v, knobs, fingerprint or {}, baseline_ns) for v in _choose(better, top)]
         found = _with_options(graph, judge, found, knobs, baseline_ns, fingerprint or {})[:top]
         cycles = _cycles(graph, judge, found, baseline_ns, fingerprint or {}) if Knob.CYCLE_TIME in knobs else []
-        found = [*compiled, *found][:top]
+        first = 1 if found and compiled and found[0].predicted_ms < compiled[0].predicted_ms else 0
+        found = [*found[:first], *compiled, *found[first:]][:top]
     finally:
         graph.undo(mark)
         graph.info["sync"] = known
