@@ -245,7 +245,7 @@ def _timed(run: _Run, regions: Regions, batch: int) -> RegionTime | None:
             with tf.GradientTape() as tape:
                 tape.watch(floats)
                 out = call(*values)
-            return tape.gradient(out, [*floats, *trainable], output_gradients=towards)
+            return out, tape.gradient(out, [*floats, *trainable], output_gradients=towards)
 
         # traced now, while the layers are as they are to be
         specs = [tf.TensorSpec(value.shape, value.dtype) for value in inputs]

@@ -161,7 +161,8 @@ class _Wrapped:
                 tape.watch(given)
                 out = self._function(*args, **kwargs)
                 total = tf.add_n([tf.reduce_sum(tf.cast(o, tf.float32)) for o in tf.nest.flatten(out) if _is_float(o)])
-            return tape.gradient(total, [*given, *self._layer.trainable_weights])
+            # with the result: else there would be nothing to compile of a sum, whose gradient needs none of it
+            return total, tape.gradient(total, [*given, *self._layer.trainable_weights])
 
         made = Collection(_XLA)
         try:
