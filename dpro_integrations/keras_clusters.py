@@ -272,12 +272,20 @@ def _timed(run: _Run, regions: Regions, batch: int) -> RegionTime | None:
             weight.assign(value)
     # the shortest: all else is somebody else's work
     call_ns, forward_ns, both_ns, fused_forward_ns, fused_both_ns = (min(column) for column in zip(*times, strict=True))
-    return RegionTime(
-        max(1, forward_ns - call_ns),
-        max(1, both_ns - forward_ns),
-        max(1, fused_forward_ns - call_ns),
-        max(1, fused_both_ns - fused_forward_ns),
+    return _split(call_ns, (forward_ns, both_ns), (fused_forward_ns, fused_both_ns))
+
+
+def _split(call_ns: int, plain: tuple[int, int], fused: tuple[int, int]) -> RegionTime:
+    """Forward and backward, from the times of calls of the forward pass and of both, ns.
+
+    A forward pass that is shorter than an empty call can't be told from it: then it is a third of both, on either side.
+    """
+    forward, whole = zip(
+        *((forward - call_ns, max(3, both - call_ns)) for forward, both in (plain, fused)), strict=True
     )
+    if any(not call_ns <= one < all_of_it for one, all_of_it in zip(forward, whole, strict=True)):
+        forward = tuple(all_of_it // 3 for all_of_it in whole)
+    return RegionTime(forward[0], whole[0] - forward[0], forward[1], whole[1] - forward[1])
 
 
 def _called(run: _Run, values: dict[str, Any]) -> Any:

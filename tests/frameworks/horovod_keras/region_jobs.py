@@ -124,3 +124,13 @@ def searched(mode: str) -> dict[str, Any]:
             "ns": [[r.time.plain_ns, r.time.fused_ns] for r in timed],
             "wrapped": sorted(layer.name for layer in model._flatten_layers() if "call" in vars(layer)),
         }
+
+
+def split() -> dict[str, Any]:
+    """What is made of times of calls, ns: of an empty one, and forward and both passes without and with a compiler."""
+    from dataclasses import astuple
+
+    from dpro_integrations.keras_clusters import _split
+
+    told = [(10, (40, 110), (30, 70)), (10, (12, 100), (40, 70)), (10, (40, 100), (70, 60)), (10, (5, 8), (9, 9))]
+    return {"times": [astuple(_split(*one)) for one in told]}
