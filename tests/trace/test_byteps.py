@@ -90,6 +90,7 @@ def test_what_never_ended_is_dropped_and_counted(tmp_path: Path) -> None:
         event(A, "total", "", 9_000, 0),
         event(A, "196608", "SHUFFLE", 9_000, 3),
         event(A, "many", "PULL", 9_000, 3),
+        event(A, "\N{SUPERSCRIPT TWO}", "PULL", 9_000, 3),  # a digit that is no number
         event(A, "196608", "PULL", 9_000, -3),
         {**event(A, "196608", "PULL", 9_000, 3), "ts": "soon"},
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2, "pid": 1, "tid": 1},
@@ -97,7 +98,7 @@ def test_what_never_ended_is_dropped_and_counted(tmp_path: Path) -> None:
     comm = byteps.read(write(tmp_path / "comm.json", [*EVENTS, *bad]))
     assert len(comm.stages) == 36
     assert comm.warnings == [
-        "2 event(s) of no known stage dropped",
+        "3 event(s) of no known stage dropped",
         "2 event(s) without a usable time dropped",
         "1 stage(s) without an end dropped",
         "1 tensor(s) without an end dropped",

@@ -82,6 +82,14 @@ def test_a_timeline_that_was_started_in_mid_response(tmp_path: Path) -> None:
     assert any("without a beginning" in line for line in timeline.warnings)
 
 
+def test_a_tick_of_no_rank_is_passed_over(tmp_path: Path) -> None:
+    odd = {**tick(1, 0, 11), "name": "\N{SUPERSCRIPT TWO}"}  # a digit that is no number
+    assert horovod.read(write(tmp_path / "t.json", [*EVENTS[:4], odd, *EVENTS[4:]])).responses[0].ready == {
+        0: 12_000,
+        1: 30_000,
+    }
+
+
 def test_a_lost_end_costs_one_response(tmp_path: Path) -> None:
     lost = [e for e in EVENTS if e != end(2, 96, "float32", "[4]")]
     timeline = horovod.read(write(tmp_path / "t.json", lost))

@@ -167,7 +167,7 @@ def test_ranks_are_sorted_and_other_files_counted(tmp_path: Path) -> None:
     for rank in (10, 2, 0):
         syn.write(tmp_path / f"trace_{rank}.json.gz", syn.gpu_step(), distributedInfo={"rank": rank, "world_size": 16})
     (tmp_path / "et_rank0.json.gz").write_bytes(gzip.compress(b'{"schema": "1.0.2", "nodes": []}'))
-    (tmp_path / "readme.txt").write_text("x")
+    (tmp_path / "readme\N{SUPERSCRIPT TWO}.txt").write_text("x")
     (tmp_path / "photo.json").write_bytes(JPEG)
     traces = load(tmp_path)
     assert [t.meta.rank for t in traces] == [0, 2, 10]

@@ -262,7 +262,7 @@ class _Reader:
             self._begin(pid, name, at)
         elif phase == "E":
             self._end(pid, args, at)
-        elif name.isdigit() and len(name) < 8:
+        elif name.isdecimal() and len(name) < 8:
             self._ready.setdefault(pid, {})[int(name)] = at
 
     def finish(self, lost: list[str]) -> Timeline:

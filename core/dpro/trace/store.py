@@ -234,4 +234,4 @@ def _ranked(traces: list[RankTrace], notes: list[str]) -> list[RankTrace]:
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
     """Sort key: rank10 after rank9."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name)]
