@@ -107,7 +107,7 @@ class Tuner:
     # -- what the job calls ------------------------------------------------------------------
 
     def step(self) -> None:
-        """An optimizer step has just ended. Never raises."""
+        """An optimizer step has just ended. Raises nothing but an interrupt that comes meanwhile."""
         if self._life is None:
             return
         now = self._clock()
@@ -118,6 +118,9 @@ class Tuner:
                 self._life.send(took)
             except StopIteration:
                 self._life = None
+            except KeyboardInterrupt:  # in the midst of our work: a job that lives on does so without us
+                self.close()
+                raise
         self._last = self._clock()
 
     def skip(self) -> None:

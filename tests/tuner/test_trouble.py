@@ -178,6 +178,29 @@ def test_a_rank_killed_inside_a_step_leaves_the_others_to_end(place: str, victim
     )
 
 
+@pytest.mark.parametrize("place", ["mark_step", "stop_capture", "prepare", "checksum"])
+def test_an_interrupt_in_the_midst_of_our_work_reaches_the_job_and_ends_the_tuning(place: str) -> None:
+    def arrange(rank: Rank) -> None:
+        if rank.number == 1:
+            rank.adapter.before = raise_at(place, 1, KeyboardInterrupt)
+            step = rank.tuner.step
+
+            def caught() -> None:
+                try:
+                    step()
+                except KeyboardInterrupt:
+                    interrupted.append(rank.steps)
+
+            rank.tuner.step = caught  # type: ignore[method-assign]
+
+    interrupted: list[int] = []
+    ranks = Job(gain, plans=planner(FAST), arrange=arrange).run()
+    assert len(interrupted) == 1
+    assert all(rank.steps == 80 and not rank.adapter.capturing for rank in ranks)
+    assert ranks[0].outcome.reason == "rank 1 left the tuning; nothing was changed"
+    assert ranks[1].outcome.reason.startswith("training ended after")
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 2))
 def test_a_rank_killed_after_any_step(step: int, victim: int) -> None:
