@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mxnet import profiler
-from mxnet.base import _LIB
+from mxnet.base import _LIB, MXNetError
 
 #: As a process starts (``src/profiler/profiler.h``, Profiler's members).
 _INITIAL: dict[str, Any] = {
@@ -77,10 +77,10 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """Let the functions go, once the job has written the file whose head a capture has taken."""
+    """Let the functions go, once the job has its own configuration back, and the head that a capture has taken."""
     ledger = _ledger
     ledger.wanted = False
-    if ledger.head:
+    if ledger.head or ledger.ours:
         return
     for name, original in ledger.originals.items():
         if getattr(profiler, name) is ledger.wrappers[name]:
@@ -155,6 +155,24 @@ def mend(file: Path, head: str) -> str:
     return ""
 
 
+def _as_config(mode: str = "symbolic", filename: str = "profile.json") -> dict[str, Any]:
+    """What the deprecated ``profiler_set_config`` sets."""
+    return {f"profile_{mode}": True, "filename": filename}
+
+
+def _configure(ledger: _Ledger) -> None:
+    """Put the job's configuration in force after one of ours.
+
+    1.9 can't start its thread for continuous dumps, which are the default, again once a capture has stopped it: then
+    what the job records is written when it asks for it.
+    """
+    config = _INITIAL if ledger.config is None else ledger.config
+    try:
+        ledger.originals["set_config"](**config)
+    except MXNetError:
+        ledger.originals["set_config"](**{**config, "continuous_dump": False})
+
+
 def _called(name: str, *args: Any, **kwargs: Any) -> Any:
     ledger = _ledger
     if ledger.give_way is not None:
@@ -162,10 +180,10 @@ def _called(name: str, *args: Any, **kwargs: Any) -> Any:
     original = ledger.originals.get(name) or getattr(profiler, name)
     if kwargs.get("profile_process", "worker") != "worker":  # that of a parameter server, another process
         return original(*args, **kwargs)
-    if name == "set_config":
-        ledger.config, ledger.ours = dict(kwargs), False
-    elif name == "profiler_set_config":
-        ledger.ours = False
+    if name in ("set_config", "profiler_set_config"):
+        ledger.config = dict(kwargs) if name == "set_config" else _as_config(*args, **kwargs)
+        if ledger.ours:
+            ledger.ours, original = False, lambda *_, **__: _configure(ledger)
     elif name == "set_state":
         state = args[0] if args else kwargs.get("state", "stop")
         ledger.running = state == "run"
@@ -173,7 +191,7 @@ def _called(name: str, *args: Any, **kwargs: Any) -> Any:
             ledger.undumped = True
             if ledger.ours:  # it relies on what it had set before
                 ledger.ours = False
-                ledger.originals["set_config"](**(_INITIAL if ledger.config is None else ledger.config))
+                _configure(ledger)
     result = original(*args, **kwargs)
     if name in ("dump", "dumps") and not ledger.running:
         ledger.undumped = False
