@@ -7,8 +7,8 @@ waits for the job to import ``torch.nn.parallel.distributed``, then watches the 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -24,19 +24,26 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, module: str, attach: Callable[[ModuleType], None]) -> None:
         self._module = module
         self._attach = attach
+        self._looking = False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        if fullname != self._module:
+        if fullname != self._module or self._looking:
             return None
-        sys.meta_path.remove(self)
-        others = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))
-        spec = next((found for found in others if found is not None), None)
+        self._looking = True
+        try:
+            others = (f.find_spec(fullname, path, target) for f in list(sys.meta_path) if hasattr(f, "find_spec"))
+            spec = next((found for found in others if found is not None), None)
+        finally:
+            self._looking = False
         if spec is None or spec.loader is None:
             return spec
         loader = spec.loader
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            # not before: a job that only asks whether there is such a module may import it later
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(self)
             execute(module)
             try:
                 self._attach(module)

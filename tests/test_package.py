@@ -136,3 +136,20 @@ def test_python_starts_whatever_autoload_does(fake_autoload: Path, trouble: str)
 def test_python_starts_without_any_autoload(fake_autoload: Path) -> None:
     done = python("print('job')", dpro="apply", path=fake_autoload)
     assert (done.returncode, done.stdout, done.stderr) == (0, "job\n", "")
+
+
+def test_a_module_is_watched_for_until_it_is_imported(tmp_path: Path) -> None:
+    """A job may ask first whether there is one."""
+    (tmp_path / "late.py").touch()
+    done = python(
+        """
+        import importlib.util, sys
+        from dpro_integrations.autoload import _Finder
+        sys.meta_path.insert(0, _Finder("late", lambda module: print("attached")))
+        importlib.util.find_spec("late")
+        import late
+        print(any(isinstance(finder, _Finder) for finder in sys.meta_path))
+        """,
+        path=tmp_path,
+    )
+    assert done.stdout.split() == ["attached", "False"], done.stderr
