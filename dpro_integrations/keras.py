@@ -22,7 +22,7 @@ from dpro.settings import Settings, disabled
 from dpro.tuner import Tuner
 from dpro_integrations.base import step_aside
 from dpro_integrations.keras_graph import Tracing, distributed_optimizer, library_of
-from dpro_integrations.keras_steps import StepCallback, Steps
+from dpro_integrations.keras_steps import StepCallback, Steps, before_other_work
 
 #: What makes optimizers -> what tunes them: a module with ``place``, ``meet``, ``patience``, ``adapter``,
 #: ``before_leaving``, ``started_with``.
@@ -76,7 +76,7 @@ class DproCallback(StepCallback):
         self._plan = plan
         self._tuner: Tuner | None = None
         self._began = False
-        self._unpatch: Callable[[], None] | None = None
+        self._unpatch: list[Callable[[], None]] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._began:
@@ -84,7 +84,9 @@ class DproCallback(StepCallback):
         self._began = True
         self._tuner = _made(self.model, on_done=self._done, plan=self._plan, **self._settings)
         if self._tuner is not None:
-            self._unpatch = library(self.model).before_leaving(self._close)
+            # Keras tells a callback of the validation in fit, not of what other callbacks do
+            leaving = library(self.model).before_leaving(self._close)
+            self._unpatch = [leaving, before_other_work(self.model, self._skip)]
 
     def on_train_end(self, logs: Any = None) -> None:
         self._close()
@@ -103,9 +105,9 @@ class DproCallback(StepCallback):
         tuner, self._tuner = self._tuner, None
         if tuner is not None:
             tuner.close()
-        unpatch, self._unpatch = self._unpatch, None
-        if unpatch is not None:
-            unpatch()
+        undone, self._unpatch = self._unpatch, []
+        for undo in undone:
+            undo()
 
     def _done(self, outcome: Outcome) -> None:
         self.outcome = outcome

@@ -90,6 +90,8 @@ class _Watch(Watch):
 
 def _watch_first(model_class: Any) -> None:
     """Watch the first model that the job trains with Horovod, and tell the watch of a second one."""
+    from dpro_integrations.keras_steps import OTHER_WORK
+
     watch: _Watch | None = None
     patched: dict[str, tuple[Any, Any]] = {}
 
@@ -140,7 +142,7 @@ def _watch_first(model_class: Any) -> None:
 
         return wrapper
 
-    def make_test_function(original: Any) -> Any:
+    def other_work(original: Any) -> Any:
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             if watch is not None and watch.made is self:
                 watch.callback._skipped()
@@ -149,8 +151,9 @@ def _watch_first(model_class: Any) -> None:
         return wrapper
 
     patch("fit", fit)
-    patch("make_test_function", make_test_function)
     patch("train_on_batch", train_on_batch)
+    for name in OTHER_WORK:
+        patch(name, other_work)
 
 
 def _injected(watch: _Watch, fit: Any, args: Any, kwargs: Any) -> Any:

@@ -14,6 +14,9 @@ from tensorflow import keras
 
 from dpro_integrations.keras_graph import distributed_optimizer
 
+#: What Keras asks a model for before it evaluates or predicts.
+OTHER_WORK = ("make_test_function", "make_predict_function")
+
 
 class StepCallback(keras.callbacks.Callback):
     """Tells of the steps of one model.
@@ -53,7 +56,7 @@ class Steps:
     """Calls ``stepped`` after each optimizer step of ``model``, until :meth:`stop`.
 
     Args:
-        model: its ``fit`` and ``train_on_batch`` are wrapped on the object.
+        model: its ``fit``, ``train_on_batch`` and :data:`OTHER_WORK` are wrapped on the object.
         stepped: may call :meth:`stop`.
         skipped: see :class:`StepCallback`.
         undo: called by :meth:`stop`.
@@ -64,13 +67,12 @@ class Steps:
     ) -> None:
         self._model = model
         self.callback = StepCallback(stepped, skipped)
-        self._unpatch: list[Callable[[], None]] = [undo]
-        for name, make in (
-            ("fit", self._fit),
-            ("train_on_batch", self._train_on_batch),
-            ("make_test_function", self._make_test_function),
-        ):
-            self._unpatch.append(_wrap(model, name, make))
+        self._unpatch: list[Callable[[], None]] = [
+            undo,
+            before_other_work(model, lambda: self.callback._skipped()),
+            _wrap(model, "fit", self._fit),
+            _wrap(model, "train_on_batch", self._train_on_batch),
+        ]
 
     def stop(self) -> None:
         """No more calls. Safe to call twice, and from ``stepped``."""
@@ -95,13 +97,6 @@ class Steps:
 
         return train_on_batch
 
-    def _make_test_function(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def make_test_function(*args: Any, **kwargs: Any) -> Any:
-            self.callback._skipped()
-            return original(*args, **kwargs)
-
-        return make_test_function
-
 
 def with_callback(
     callback: Any, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -112,13 +107,33 @@ def with_callback(
     given = args[place] if positional else kwargs.get("callbacks")
     if isinstance(given, keras.callbacks.CallbackList):
         callback.set_model(given.model)
-        given.append(callback)
+        if callback not in given.callbacks:  # a list that was given to a fit before has it
+            given.append(callback)
         given._should_call_train_batch_hooks = True
         return args, kwargs
     given = list(given) if isinstance(given, (list, tuple)) else [given] if given is not None else []
     if positional:
         return (*args[:place], [*given, callback], *args[place + 1 :]), kwargs
     return args, {**kwargs, "callbacks": [*given, callback]}
+
+
+def before_other_work(model: Any, skipped: Callable[[], None]) -> Callable[[], None]:
+    """Have ``skipped`` called before the job evaluates or predicts with ``model``. Returns the undo."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            skipped()
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    undone = [_wrap(model, name, make) for name in OTHER_WORK]
+
+    def undo() -> None:
+        for one in undone:
+            one()
+
+    return undo
 
 
 def _wrap(model: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

@@ -140,19 +140,24 @@ def unusual(tune: str, kind: str) -> dict[str, Any]:
 
 
 def loop(tune: str, steps: int = 50) -> dict[str, Any]:
-    """``train_on_batch``, with an evaluation now and then."""
+    """``train_on_batch``, with an evaluation now and then, and a prediction once."""
     from dpro_integrations.keras import autotune
+    from dpro_integrations.keras_steps import OTHER_WORK
 
     decide(True)
     with job() as rank:
         model = compiled(net())
         tuner = autotune(model, plan=group_plan()) if tune else None
+        idle = False
         for step in range(steps):
             model.train_on_batch(*batch(step, rank))
+            if step == 6:
+                model.predict_on_batch(batch(step, 9)[0])
+                idle = tuner is not None and tuner._last is None  # the time since the step counts for none
             if step % 5 == 4:
                 model.evaluate(*batch(step, 9), verbose=0)
         found = report(model, tuner.outcome if tuner else None)
-        return found | {"left": sorted({"fit", "train_on_batch", "make_test_function"} & vars(model).keys())}
+        return found | {"left": sorted({"fit", "train_on_batch", *OTHER_WORK} & vars(model).keys()), "idle": idle}
 
 
 def again(tune: str, how: str) -> dict[str, Any]:
@@ -341,7 +346,8 @@ def checkpointed(tune: str) -> dict[str, Any]:
 
 def activated(tune: str, how: str = "fit", models: int = 1, own_call: bool = False) -> dict[str, Any]:
     """An unchanged script, DPRO set; ``own_call``: it tunes itself as well."""
-    functions = keras.Model.fit, keras.Model.train_on_batch, keras.Model.make_test_function
+    names = ("fit", "train_on_batch", "make_test_function", "make_predict_function")
+    functions = [vars(keras.Model)[name] for name in names]
     if tune:
         decide(True)
         force_plans()
@@ -356,5 +362,5 @@ def activated(tune: str, how: str = "fit", models: int = 1, own_call: bool = Fal
             for one in [model, *others]:
                 one.train_on_batch(*batch(step, rank))
         found = report(model, None)
-        present = keras.Model.fit, keras.Model.train_on_batch, keras.Model.make_test_function
+        present = [vars(keras.Model)[name] for name in names]
         return found | {"restored": present == functions, "other": [digest(one) for one in others]}

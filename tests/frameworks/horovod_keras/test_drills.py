@@ -125,7 +125,7 @@ def test_accumulation_counts_updates_not_batches(ranks: HorovodRanks, tmp_path: 
 def test_a_loop_of_batches_with_evaluations(ranks: HorovodRanks, tmp_path: Path) -> None:
     found = both(ranks, tmp_path, f"{DRILLS}:loop")
     kept(found)
-    assert [value["left"] for value in found.values] == [[], []]
+    assert [(value["left"], value["idle"]) for value in found.values] == [([], True)] * 2
 
 
 @pytest.mark.parametrize(("how", "tune"), [("first", "plan"), ("second", "search"), ("autotune", "plan")])
