@@ -199,6 +199,7 @@ class KerasAdapter:
             function = model.make_train_function(force=True)
             arguments, keywords = made[0].structured_input_signature
             function.get_concrete_function(*arguments, **keywords)
+            self._compiled = model.train_function
         except Exception:
             model.train_function, model.train_tf_function = self._former
             self._former = None

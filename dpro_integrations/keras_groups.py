@@ -31,23 +31,37 @@ def settings_of(allreduce: Callable[..., Any]) -> dict[str, Any]:
 
 
 def grouped(allreduce: Callable[..., Any], groups: list[list[Any]]) -> Callable[..., Any]:
-    """As ``allreduce``, which has none, with ``groups`` of variables."""
+    """As ``allreduce``, which has none, with ``groups`` of variables.
+
+    Horovod's own function takes no group whose members all have no gradient. A kept plan outlives the layers it was
+    made for: where the job freezes some and compiles its model anew, groups without a gradient are left out.
+    """
     told = settings_of(allreduce)
     # Horovod's own cache would keep the function, and the variables in it, for ever
     make = closed_over(hvd._make_cached_allreduce_grads_fn).get("f", hvd._make_cached_allreduce_grads_fn)
     predivide = told["postscale_factor"] if told["op"] == hvd.Average else 1.0
-    made: Callable[..., Any] = make(
-        told["name"],
-        told["device_dense"],
-        told["device_sparse"],
-        told["compression"],
-        told["sparse_as_dense"],
-        told["op"],
-        predivide,
-        vars_to_refs(groups),
-        told["process_set"],
-    )
-    return made
+
+    def made(kept: list[list[Any]]) -> Any:
+        return make(
+            told["name"],
+            told["device_dense"],
+            told["device_sparse"],
+            told["compression"],
+            told["sparse_as_dense"],
+            told["op"],
+            predivide,
+            vars_to_refs(kept),
+            told["process_set"],
+        )
+
+    whole = made(groups)
+
+    def reduce(grads: list[Any], vars: list[Any], *args: Any, **kwargs: Any) -> Any:
+        alive = {variable.name for variable, grad in zip(vars, grads, strict=True) if grad is not None}
+        kept = [group for group in groups if any(variable.name in alive for variable in group)]
+        return (whole if len(kept) == len(groups) else made(kept))(grads, vars, *args, **kwargs)
+
+    return tf.autograph.experimental.do_not_convert(reduce)  # type: ignore[no-any-return]
 
 
 def split_by_kind(variables: list[Any]) -> list[list[Any]]:

@@ -85,7 +85,7 @@ class KerasHorovodAdapter(KerasAdapter):
         self._restarted = False
         self._place = hvd.rank(), hvd.size()
         super().__init__(tracing, exchange)
-        self._unpatch = self._watch_init()
+        self._unpatch = self._watch_init()  # last: whatever raises before leaves no patch
 
     # -- what can be done here -----------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
 from tensorflow import keras
 
 from dpro_integrations.keras_graph import distributed_optimizer
@@ -49,7 +50,8 @@ def is_update(model: Any) -> bool:
     """Whether the batch that was trained on ended in an update (``backward_passes_per_step``)."""
     optimizer = distributed_optimizer(model)
     helper = getattr(optimizer, "_agg_helper", None)
-    return helper is None or int(helper.counter.numpy()) == 0
+    # a graph-mode counter has no value to be asked for
+    return helper is None or not tf.executing_eagerly() or int(helper.counter.numpy()) == 0
 
 
 class Steps:

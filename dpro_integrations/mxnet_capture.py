@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import socket
 import tempfile
 import threading
@@ -73,6 +74,7 @@ class StepCapture:
         self._sent: dict[int, Any] = {}
         self._undo = contextlib.ExitStack()
         self._lost = ""
+        self._process = os.getpid()
         self._limit_s = max(LEAST_LIMIT_S, LIMIT_STEPS * usual_s)
         self._deadline = 0.0
         self._tap: wire.Tap | None = None
@@ -218,7 +220,8 @@ class StepCapture:
         return __call__
 
     def _mind_the_time(self) -> None:
-        if time.monotonic() > self._deadline and not self._lost:
+        # a data loader's worker that was forked meanwhile has our wrappers, and the capture is not its
+        if time.monotonic() > self._deadline and not self._lost and os.getpid() == self._process:
             self._give_up(f"a captured step did not end within {self._limit_s:.3g} s")
 
     def _give_way(self) -> None:

@@ -20,6 +20,7 @@ from tensorflow.python.profiler import profiler_v2
 
 from tests.frameworks.horovod_keras.jobs import (
     BATCH,
+    GROUPS,
     WIDTH,
     batch,
     batches,
@@ -161,7 +162,10 @@ def loop(tune: str, steps: int = 50) -> dict[str, Any]:
 
 
 def again(tune: str, how: str) -> dict[str, Any]:
-    """Two fits; dpro comes with the "first" or the "second", or with "autotune" for both."""
+    """Two fits; dpro comes with the "first" or the "second", or with "autotune" for both.
+
+    "frozen": with the first, and between the two the job freezes all layers of a group.
+    """
     from dpro_integrations.keras import autotune
 
     decide(True)
@@ -173,7 +177,11 @@ def again(tune: str, how: str) -> dict[str, Any]:
                 fit(model, [], steps=20, validation_data=batches(2, 7))
             return report(model, tuner.outcome if tuner else None)
         ours = callback(tune)
-        fit(model, ours if how == "first" else [])
+        fit(model, [] if how == "second" else ours)
+        if how == "frozen":
+            for layer in model.layers:
+                layer.trainable = not {f"{layer.name}/kernel", f"{layer.name}/bias"} & set(GROUPS[0])
+            model.compile(model.optimizer, "mse", ["mae"])
         return fit(model, ours)
 
 

@@ -128,7 +128,9 @@ def test_a_loop_of_batches_with_evaluations(ranks: HorovodRanks, tmp_path: Path)
     assert [(value["left"], value["idle"]) for value in found.values] == [([], True)] * 2
 
 
-@pytest.mark.parametrize(("how", "tune"), [("first", "plan"), ("second", "search"), ("autotune", "plan")])
+@pytest.mark.parametrize(
+    ("how", "tune"), [("first", "plan"), ("second", "search"), ("autotune", "plan"), ("frozen", "plan")]
+)
 def test_two_fits(ranks: HorovodRanks, tmp_path: Path, how: str, tune: str) -> None:
     """What the first one kept is in force in the second; the step was traced before dpro came; tuned across both."""
     found = both(ranks, tmp_path, f"{DRILLS}:again", tune, how=how)
