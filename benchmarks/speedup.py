@@ -60,7 +60,9 @@ DEFAULT, TUNED = "default", "tuned"
 _MIB = 2**20
 _PAGE = 4096
 #: The tuner's settings here: shorter than its defaults, since a cell has little more than a minute.
-SETTINGS = {"warmup_steps": 4, "baseline_steps": 8, "capture_steps": 5, "verify_steps": 6, "trials": 2}
+SETTINGS = {
+    "warmup_steps": 4, "baseline_steps": 8, "capture_steps": 5, "verify_steps": 6, "trials": 2, "regions_s": 10.0,
+}  # fmt: skip
 _MOST_STEPS = 400
 _WINDOWS, _WINDOW_STEPS = 4, 6
 #: Steps of a job that was just started before it is compared.

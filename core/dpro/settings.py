@@ -36,8 +36,9 @@ class Settings:
     min_gain: float = 0.005
     #: budget of the search on rank 0
     search_s: float = 10.0
-    #: budget of rank 0 for timing layers that XLA could compile (Keras); 0: none are compiled
-    regions_s: float = 10.0
+    #: budget of rank 0 for timing layers that XLA could compile (Keras); 0: none are compiled. Compiled layers round
+    #: otherwise, so that they are yours to allow
+    regions_s: float = 0.0
     #: how long a rank waits for the others at a meeting point
     timeout_s: float = 30.0
     #: also try DDP's gradient_as_bucket_view: faster where copies count, but code that keeps, detaches or

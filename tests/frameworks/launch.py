@@ -25,7 +25,6 @@ QUICK = {
     "DPRO_VERIFY_STEPS": "3",
     "DPRO_TRIALS": "1",
     "DPRO_SEARCH_S": "2",
-    "DPRO_REGIONS_S": "0",
     "DPRO_TIMEOUT_S": "20",
 }
 

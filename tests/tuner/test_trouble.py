@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from dpro.planning import Planned
 from dpro.trace.model import RankTrace
 from dpro.trace.regions import REGIONS, Region, RegionTime, load
 from dpro.tuner import State, Verdict
-from tests.tuner.fakes import Job, Killed, Rank, plan, planner
+from tests.tuner.fakes import QUICK, Job, Killed, Rank, plan, planner
 
 FAST = plan(1.0)
 PLACES = ["start_capture", "mark_step", "stop_capture", "prepare", "apply", "revert", "checksum"]
@@ -114,9 +115,9 @@ def test_regions_are_timed_on_rank_0_and_a_failure_costs_no_more_than_them(fails
         seen.extend(load(RankTrace.load(io.BytesIO(blob)).meta.extra.get(REGIONS)) for blob in blobs)
         return planner(FAST)(blobs, *rest)
 
-    ranks = Job(gain, plans=plans, arrange=arrange).run()
+    ranks = Job(gain, replace(QUICK, regions_s=7.0), plans=plans, arrange=arrange).run()
     assert all(rank.outcome.verdict is Verdict.KEPT for rank in ranks)
-    assert asked == [(0, 0, ranks[0].tuner.settings.regions_s)]
+    assert asked == [(0, 0, 7.0)]
     assert seen == ([[], []] if fails else [[half], []])
     said = [line for line in ranks[0].voice.lines if "no compiler" in line]
     assert said == ["layers that XLA could compile not timed: RuntimeError: no compiler"] * fails
