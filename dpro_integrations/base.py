@@ -7,11 +7,21 @@ every adapter runs it.
 from __future__ import annotations
 
 from dpro.adapter import Adapter, Knob
+from dpro.errors import DproError
 from dpro.session import Session
 from dpro.settings import Settings
 from dpro.tuner import describe
 
-__all__ = ["Adapter", "Knob", "step_aside"]
+__all__ = ["Adapter", "Knob", "before_the_meeting", "step_aside"]
+
+
+def before_the_meeting() -> Settings:
+    """The environment's settings, or the defaults where they are no settings: the rank that has those says so once it
+    has met the others, who wait for it."""
+    try:
+        return Settings.from_env()
+    except DproError:
+        return Settings()
 
 
 def step_aside(reason: str | BaseException, rank: int) -> None:

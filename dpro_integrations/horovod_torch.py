@@ -11,7 +11,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,11 @@ from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
 from dpro.tuner import Tuner
-from dpro_integrations.base import step_aside
+from dpro_integrations.base import before_the_meeting, step_aside
 from dpro_integrations.horovod_capture import Capture
 from dpro_integrations.horovod_exchange import join_exchange
 from dpro_integrations.horovod_groups import Groups
+from dpro_integrations.horovod_settings import patient
 from dpro_integrations.horovod_start import started_with, switched_on
 from dpro_integrations.horovod_steps import Steps
 from dpro_integrations.torch_adapter import TorchAdapter
@@ -198,12 +198,12 @@ def make_tuner(
     if optimizer in _tuned and (former := _tuned[optimizer]()):
         former.close()
     _count += 1  # also where this rank takes no part: the others' next tuner has the same tag as ours
-    exchange = join_exchange(hvd.rank(), hvd.size(), str(_count), _patient(Settings()).timeout_s)
+    exchange = join_exchange(hvd.rank(), hvd.size(), str(_count), patient(before_the_meeting()).timeout_s)
     try:
         if disabled():
             exchange.leave()
             return None
-        settings = _patient(Settings.from_env(**given))
+        settings = patient(Settings.from_env(**given))
         if not isinstance(plan, Plan):
             file = plan or settings.plan
             plan = Plan.load(Path(file)) if file else None
@@ -218,17 +218,6 @@ def make_tuner(
         raise
     _tuned[optimizer] = weakref.ref(tuner)
     return tuner
-
-
-def _patient(settings: Settings) -> Settings:
-    """Never so patient that Horovod ends the job for a stall: a rank waits for 3 of each at one meeting."""
-    try:
-        limit_s = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")) / 8
-    except ValueError:
-        return settings
-    if limit_s <= 0:  # it never does
-        return settings
-    return replace(settings, timeout_s=min(settings.timeout_s, limit_s), search_s=min(settings.search_s, limit_s))
 
 
 def autotune(

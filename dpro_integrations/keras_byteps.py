@@ -27,6 +27,7 @@ from dpro.settings import Settings
 from dpro.trace.byteps import SETTINGS, with_comm
 from dpro.trace.model import RankTrace
 from dpro_integrations import byteps_partitions, byteps_trace
+from dpro_integrations.base import before_the_meeting
 from dpro_integrations.byteps_exchange import join_exchange
 from dpro_integrations.byteps_partitions import MEETING_NUMBER, MOST_GRADIENTS, Bounds
 from dpro_integrations.byteps_start import started_with
@@ -53,10 +54,7 @@ def place() -> tuple[int, int]:
 
 def meet(tag: str) -> Exchange:
     """The other ranks, as :func:`~dpro_integrations.byteps_exchange.join_exchange`. Every rank calls it."""
-    try:
-        timeout_s = Settings.from_env().timeout_s
-    except DproError:  # said later, by every rank that has them: the others wait here
-        timeout_s = Settings().timeout_s
+    timeout_s = before_the_meeting().timeout_s
     name = f"dpro_meet_{tag}"
     try:
         _bounds().declare(name, MEETING_NUMBER + int(tag))

@@ -18,8 +18,8 @@ from horovod.mxnet import mpi_ops
 from dpro.adapter import Exchange, Knob
 from dpro.errors import DproError, PlanError
 from dpro.plan import Plan
-from dpro.settings import Settings
 from dpro.trace.model import RankTrace
+from dpro_integrations.base import before_the_meeting
 from dpro_integrations.horovod_exchange import join_exchange
 from dpro_integrations.horovod_settings import library_settings, patient
 from dpro_integrations.horovod_start import started_with, switched_on
@@ -49,7 +49,7 @@ def place() -> tuple[int, int]:
 
 def meet(tag: str) -> Exchange:
     """The other ranks, as :func:`~dpro_integrations.horovod_exchange.join_exchange`."""
-    return join_exchange(hvd.rank(), hvd.size(), f"mxnet-{tag}", patience(Settings()).timeout_s)
+    return join_exchange(hvd.rank(), hvd.size(), f"mxnet-{tag}", patience(before_the_meeting()).timeout_s)
 
 
 #: Settings with which no rank waits for so long that the library ends the job.
