@@ -61,7 +61,9 @@ def grouped(allreduce: Callable[..., Any], groups: list[list[Any]]) -> Callable[
         kept = [group for group in groups if any(variable.name in alive for variable in group)]
         return (whole if len(kept) == len(groups) else made(kept))(grads, vars, *args, **kwargs)
 
-    return tf.autograph.experimental.do_not_convert(reduce)  # type: ignore[no-any-return]
+    wrapper: Callable[..., Any] = tf.autograph.experimental.do_not_convert(reduce)
+    wrapper.python_function = getattr(whole, "python_function", whole)  # type: ignore[attr-defined]  # see settings_of
+    return wrapper
 
 
 def split_by_kind(variables: list[Any]) -> list[list[Any]]:

@@ -274,5 +274,5 @@ def test_activation_with_two_models_steps_aside(ranks: HorovodRanks, tmp_path: P
     found = both(
         ranks, tmp_path, f"{DRILLS}:activated", env={"DPRO": "apply"}, like=f"{DRILLS}:loop", how="loop", models=2
     )
-    assert len(found.lines("the job trains two models with Horovod")) == 1
+    assert len(found.lines("the job trains two distributed models")) == 1
     assert all(value["restored"] for value in found.values)
