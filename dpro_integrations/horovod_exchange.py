@@ -12,9 +12,13 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from typing import Any
 
 from dpro.errors import DproError
+from dpro_integrations.base import before_the_meeting
 from dpro_integrations.exchange import StoreExchange
+from dpro_integrations.horovod_settings import patient
+from dpro_integrations.horovod_start import switched_on
 from dpro_integrations.store import Client, Server
 
 _POLL_S = 0.02
@@ -23,6 +27,27 @@ _HTTP_TIMEOUT_S = 5.0
 _opened: list[Server] = []
 # the rendezvous is in the cluster; a proxy that the job has for the world outside does not know it
 _http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def place(hvd: Any) -> tuple[int, int]:
+    """Rank and number of ranks.
+
+    Args:
+        hvd: ``horovod.tensorflow``, ``horovod.mxnet`` or their like.
+
+    Raises:
+        DproError: Horovod is not there yet, or the ranks may change.
+    """
+    if not hvd.is_initialized():
+        raise DproError("hvd.init() comes first")
+    if switched_on("HOROVOD_ELASTIC"):
+        raise DproError("the job is elastic: its ranks may change while dpro measures")
+    return hvd.rank(), hvd.size()
+
+
+def meet(hvd: Any, tag: str) -> StoreExchange:
+    """The other ranks, as :func:`join_exchange`, with the patience that the environment gives."""
+    return join_exchange(hvd.rank(), hvd.size(), tag, patient(before_the_meeting()).timeout_s)
 
 
 def join_exchange(rank: int, world_size: int, tag: str, timeout_s: float) -> StoreExchange:

@@ -26,9 +26,9 @@ from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
 from dpro.tuner import Tuner
-from dpro_integrations.base import before_the_meeting, step_aside
+from dpro_integrations.base import step_aside
 from dpro_integrations.horovod_capture import Capture
-from dpro_integrations.horovod_exchange import join_exchange
+from dpro_integrations.horovod_exchange import meet
 from dpro_integrations.horovod_groups import Groups
 from dpro_integrations.horovod_settings import patient
 from dpro_integrations.horovod_start import started_with, switched_on
@@ -198,7 +198,7 @@ def make_tuner(
     if optimizer in _tuned and (former := _tuned[optimizer]()):
         former.close()
     _count += 1  # also where this rank takes no part: the others' next tuner has the same tag as ours
-    exchange = join_exchange(hvd.rank(), hvd.size(), str(_count), patient(before_the_meeting()).timeout_s)
+    exchange = meet(hvd, str(_count))
     try:
         if disabled():
             exchange.leave()

@@ -16,11 +16,10 @@ import mxnet as mx
 from horovod.mxnet import mpi_ops
 
 from dpro.adapter import Exchange, Knob
-from dpro.errors import DproError, PlanError
+from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro.trace.model import RankTrace
-from dpro_integrations.base import before_the_meeting
-from dpro_integrations.horovod_exchange import join_exchange
+from dpro_integrations import horovod_exchange
 from dpro_integrations.horovod_settings import library_settings, patient
 from dpro_integrations.horovod_start import started_with, switched_on
 from dpro_integrations.host_load import StepCpu
@@ -35,21 +34,13 @@ _BETWEEN = re.compile(r"(\d+):(\d+)$")
 
 
 def place() -> tuple[int, int]:
-    """Rank and number of ranks.
-
-    Raises:
-        DproError: Horovod is not there yet, or the ranks may change.
-    """
-    if not hvd.is_initialized():
-        raise DproError("hvd.init() comes first")
-    if switched_on("HOROVOD_ELASTIC"):
-        raise DproError("the job is elastic: its ranks may change while dpro measures")
-    return hvd.rank(), hvd.size()
+    """Rank and number of ranks, as :func:`dpro_integrations.horovod_exchange.place`."""
+    return horovod_exchange.place(hvd)
 
 
 def meet(tag: str) -> Exchange:
-    """The other ranks, as :func:`~dpro_integrations.horovod_exchange.join_exchange`."""
-    return join_exchange(hvd.rank(), hvd.size(), f"mxnet-{tag}", patience(before_the_meeting()).timeout_s)
+    """The other ranks, as :func:`dpro_integrations.horovod_exchange.meet`."""
+    return horovod_exchange.meet(hvd, f"mxnet-{tag}")
 
 
 #: Settings with which no rank waits for so long that the library ends the job.
