@@ -18,10 +18,11 @@ from dpro_integrations.keras import trace
 from dpro_integrations.keras_byteps import KerasBytePSAdapter
 from dpro_integrations.keras_graph import name_of
 from tests.frameworks.byteps import keras_job, sums
+from tests.frameworks.byteps.forced import SMALL, force
 from tests.frameworks.launch import QUICK
 
-#: Four times as many parts as the job's own bound makes, and (nearly) one for each gradient.
-SMALL, LARGE = sums.PARTITION_BYTES // 4, sums.PARTITION_BYTES * 2
+#: (Nearly) one part for each gradient.
+LARGE = sums.PARTITION_BYTES * 2
 RATE = 0.01
 
 
@@ -116,18 +117,10 @@ def _foreign(made: KerasBytePSAdapter) -> list[str]:
 
 def tuned(kept: bool, dpro: bool, runs: str, fp16: bool = False) -> dict[str, Any]:
     """``model.fit`` with the callback, from capture to the verdict, which is ``kept`` whatever the clock says."""
-    import dpro.search.tensor_partition as search
-    import dpro.tuner
-    from dpro.verdict import Comparison
     from dpro_integrations.keras import DproCallback
 
     os.environ.update(QUICK, DPRO_RUNS_DIR=runs, DPRO_CAPTURE_STEPS="2")
-    dpro.tuner.compare = lambda *_: Comparison(0.9 if kept else 1.1, 0.0, kept)
-    choose = search._choose
-    # something is tried whatever the replay says
-    search._choose = lambda judge, baseline, top: (
-        choose(judge, baseline, top) or [search._uniform(judge, SMALL) or baseline]
-    )
+    force(kept)
     x, y = keras_job.data()
     compression = bps.Compression.fp16 if fp16 else bps.Compression.none
     optimizer = bps_keras.DistributedOptimizer(tf.keras.optimizers.legacy.SGD(RATE, 0.9), compression=compression)

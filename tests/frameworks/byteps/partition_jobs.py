@@ -16,10 +16,11 @@ from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro_integrations.mxnet_byteps import BytePSMXNetAdapter
 from tests.frameworks.byteps import mxnet_job, sums
+from tests.frameworks.byteps.forced import SMALL, force
 from tests.frameworks.launch import QUICK
 
-#: Four times as many parts as the job's own bound makes, and (nearly) one for each gradient.
-SMALL, LARGE = sums.PARTITION_BYTES // 4, sums.PARTITION_BYTES * 2
+#: (Nearly) one part for each gradient.
+LARGE = sums.PARTITION_BYTES * 2
 RATE = 0.01
 
 
@@ -235,18 +236,10 @@ def meeting(absent: bool = False) -> dict[str, Any]:
 
 def tuned(plan: bool, kept: bool, runs: str, steps: int = 50) -> dict[str, Any]:
     """A plain loop with one line more. ``kept``: the verdict, whatever the clock says."""
-    import dpro.search.tensor_partition as search
-    import dpro.tuner
-    from dpro.verdict import Comparison
     from dpro_integrations import mxnet as dpro_mxnet
 
     os.environ.update(QUICK, DPRO_RUNS_DIR=runs, DPRO_CAPTURE_STEPS="2")
-    dpro.tuner.compare = lambda *_: Comparison(0.9 if kept else 1.1, 0.0, kept)
-    choose = search._choose
-    # something is tried whatever the replay says
-    search._choose = lambda judge, baseline, top: (
-        choose(judge, baseline, top) or [search._uniform(judge, SMALL) or baseline]
-    )
+    force(kept)
     mx.random.seed(1)
     net = mxnet_job.network()
     net.initialize(mx.init.Xavier())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,18 @@ def run(function: str, folder: Path, **arguments: Any) -> list[Any]:
         code = begin(bed, "rank", folder, f"{JOBS}:{function}", json.dumps(arguments)).wait(100)
     assert code == 0
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def untuned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+    """By compression (JSON), what each rank of a job without dpro returned; of one job each."""
+
+    @cache
+    def trained(compression: str) -> list[Any]:
+        folder = tmp_path_factory.mktemp("untuned")
+        return run("train", folder, plans=False, compression_params=json.loads(compression))
+
+    return trained
 
 
 def test_sums_are_right_before_under_and_after_plans(
@@ -48,9 +62,11 @@ def test_sums_are_right_before_under_and_after_plans(
 
 
 @pytest.mark.parametrize("compression", [None, {"fp16": True}], ids=["", "fp16"])
-def test_weights_are_bit_equal_with_and_without_plans(compression: Any, tmp_path: Path) -> None:
+def test_weights_are_bit_equal_with_and_without_plans(
+    compression: Any, tmp_path: Path, untuned: Callable[[str], list[Any]]
+) -> None:
     with_plans = run("train", tmp_path / "with", plans=True, compression_params=compression)
-    without = run("train", tmp_path / "without", plans=False, compression_params=compression)
+    without = untuned(json.dumps(compression))
     assert with_plans == without
     assert without[0] == without[1]
     assert without[0]["moved"]
@@ -82,9 +98,9 @@ def test_ranks_meet_at_a_store_that_byteps_tells_them_of(tmp_path: Path) -> None
     assert told[0]["error"] == ""
 
 
-def test_a_rank_that_does_not_come_costs_the_tuning_alone(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_costs_the_tuning_alone(tmp_path: Path, untuned: Callable[[str], list[Any]]) -> None:
     """What the job trains to is right; it has to be ended, since BytePS' own shutdown waits for what nobody answers."""
-    alone = run("train", tmp_path / "alone", plans=False)
+    alone = untuned("null")
     folder = tmp_path / "absent"
     folder.mkdir()
     with Testbed(2, loopback=True) as bed:
@@ -100,11 +116,13 @@ def test_a_rank_that_does_not_come_costs_the_tuning_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "rolled back"])
-def test_a_given_plan_is_verified_in_the_running_job(kept: bool, tmp_path: Path) -> None:
+def test_a_given_plan_is_verified_in_the_running_job(
+    kept: bool, tmp_path: Path, untuned: Callable[[str], list[Any]]
+) -> None:
     """Weights are those of a job without dpro; the bound in force is the plan's at some steps and, kept, at the end."""
     runs = str(tmp_path / "runs")
     with_plan = run("tuned", tmp_path / "with", plan=True, kept=kept, runs=runs)
-    alone = run("train", tmp_path / "alone", plans=False)
+    alone = untuned("null")
     for one, other in zip(with_plan, alone, strict=True):
         assert one["verdict"] == ("KEPT" if kept else "ROLLED_BACK")
         assert one["weights"] == other["weights"]
@@ -114,10 +132,12 @@ def test_a_given_plan_is_verified_in_the_running_job(kept: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "rolled back"])
-def test_a_job_is_recorded_searched_and_tuned_as_it_runs(kept: bool, tmp_path: Path) -> None:
+def test_a_job_is_recorded_searched_and_tuned_as_it_runs(
+    kept: bool, tmp_path: Path, untuned: Callable[[str], list[Any]]
+) -> None:
     """Weights are those of a job without dpro; what is kept can be set when the next job is started."""
     with_dpro = run("tuned", tmp_path / "with", plan=False, kept=kept, runs=str(tmp_path / "runs"))
-    alone = run("train", tmp_path / "alone", plans=False)
+    alone = untuned("null")
     for one, other in zip(with_dpro, alone, strict=True):
         assert one["verdict"] == ("KEPT" if kept else "ROLLED_BACK"), one["reason"]
         assert one["weights"] == other["weights"]
