@@ -6,13 +6,18 @@ every adapter runs it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
 from dpro.adapter import Adapter, Knob
 from dpro.errors import DproError
 from dpro.session import Session
 from dpro.settings import Settings
 from dpro.tuner import describe
 
-__all__ = ["Adapter", "Knob", "before_the_meeting", "step_aside"]
+__all__ = ["Adapter", "Knob", "before_call", "before_the_meeting", "step_aside"]
 
 
 def before_the_meeting() -> Settings:
@@ -22,6 +27,32 @@ def before_the_meeting() -> Settings:
         return Settings.from_env()
     except DproError:
         return Settings()
+
+
+def before_call(name: str, modules: Sequence[ModuleType], first: Callable[[], None]) -> Callable[[], None]:
+    """Have ``first``, which must not raise, called before the job calls a library's function. Returns the undo.
+
+    Args:
+        name: of the function.
+        modules: where a job finds it. One of them that has another one (a patch of the job's) is left alone.
+    """
+    original = getattr(modules[0], name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return original(*args, **kwargs)
+
+    patched = [module for module in modules if getattr(module, name) is original]
+    for module in patched:
+        setattr(module, name, wrapper)
+
+    def undo() -> None:
+        for module in patched:
+            if getattr(module, name) is wrapper:  # else somebody patched on top of us
+                setattr(module, name, original)
+
+    return undo
 
 
 def step_aside(reason: str | BaseException, rank: int) -> None:

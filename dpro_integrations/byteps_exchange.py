@@ -12,8 +12,12 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from types import ModuleType
 
 from dpro.errors import DproError
+from dpro_integrations import byteps_partitions
+from dpro_integrations.base import before_the_meeting
+from dpro_integrations.byteps_partitions import MEETING_NUMBER, Bounds
 from dpro_integrations.exchange import StoreExchange
 from dpro_integrations.store import Client, Server
 
@@ -21,6 +25,41 @@ from dpro_integrations.store import Client, Server
 _ADDRESS_BYTES = 256
 #: Stores opened by this process. They live as long as it does: others may still be reading the last decision.
 _opened: list[Server] = []
+
+
+def place(bps: ModuleType) -> tuple[int, int]:
+    """Rank and number of ranks, as ``bps``, BytePS for one framework, has them.
+
+    Raises:
+        DproError: it is no job of several workers that BytePS' launcher started.
+    """
+    if "DMLC_PS_ROOT_URI" not in os.environ:
+        raise DproError("the job has no BytePS scheduler")
+    return bps.rank(), bps.size()
+
+
+def meet(
+    bps: ModuleType, framework: str, tag: str, bounds: Bounds, summed: Callable[[str, bytes], bytes]
+) -> StoreExchange:
+    """The other ranks of a tuner, as :func:`join_exchange`. Every rank calls it, with the same number as ``tag``.
+
+    Args:
+        summed: adds up, byte by byte, what all ranks give under the name that it is called with.
+
+    Raises:
+        DproError: the ranks did not come, or this BytePS keeps its settings elsewhere than dpro knows.
+    """
+    timeout_s = before_the_meeting().timeout_s
+    name = f"dpro_meet_{tag}"
+    try:
+        bounds.declare(name, MEETING_NUMBER + int(tag))
+    except ValueError as error:
+        raise DproError(str(error)) from error
+    exchange, told = join_exchange(
+        *place(bps), f"{framework}-{tag}", timeout_s, lambda own: summed(name, own), byteps_partitions.made()
+    )
+    byteps_partitions.agree_on_made(max(told))
+    return exchange
 
 
 def join_exchange(

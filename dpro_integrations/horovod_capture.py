@@ -26,8 +26,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from dpro.errors import TraceError
 from dpro.trace import horovod as timelines
 from dpro.trace.model import EventKind, RankTrace, Tensor, TraceBuilder
-from dpro_integrations.host_load import IdleLoad
-from dpro_integrations.torch_capture import StepCapture, StepCpu, clock_pair_ns
+from dpro_integrations.host_load import IdleLoad, StepCpu
+from dpro_integrations.torch_capture import StepCapture, clock_pair_ns
 
 #: Defaults of HOROVOD_CYCLE_TIME, ms, and HOROVOD_FUSION_THRESHOLD, bytes (``common/operations.cc``).
 _CYCLE_MS, _FUSION_BYTES = 1.0, 128 << 20

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
+
+from dpro_integrations.base import before_call
 
 
 class Steps:
@@ -33,20 +34,7 @@ class Steps:
             optimizer.register_step_pre_hook(torch.compiler.disable(self._begin)),
             optimizer.register_step_post_hook(torch.compiler.disable(self._end)),
         ]
-        original = mpi_ops.join
-
-        @functools.wraps(original)
-        def join(*args: Any, **kwargs: Any) -> Any:
-            joining()
-            return original(*args, **kwargs)
-
-        def undo() -> None:
-            for module in (hvd, mpi_ops):
-                if module.join is join:
-                    module.join = original
-
-        hvd.join = mpi_ops.join = join
-        self._unpatch = undo
+        self._unpatch = before_call("join", (mpi_ops, hvd), joining)
 
     def stop(self) -> None:
         """No more calls; the hooks themselves go when the next gradient is there.

@@ -33,8 +33,8 @@ from dpro_integrations.horovod_groups import Groups
 from dpro_integrations.horovod_settings import patient
 from dpro_integrations.horovod_start import started_with, switched_on
 from dpro_integrations.horovod_steps import Steps
+from dpro_integrations.host_load import StepCpu
 from dpro_integrations.torch_adapter import TorchAdapter
-from dpro_integrations.torch_capture import StepCpu
 
 #: Optimizers that have or had a tuner. Weak on both sides: neither may live on because it was tuned once.
 _tuned: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Tuner]] = weakref.WeakKeyDictionary()
@@ -76,7 +76,7 @@ class HorovodTorchAdapter(TorchAdapter):
         self._seen_at = time.monotonic()
         self._longest_s = 0.0
         # up to the optimizer's step: in it the thread waits for gradients, and Horovod waits by spinning
-        self._cpu = StepCpu()
+        self._cpu = StepCpu(time.thread_time_ns)
         self._before_step: Any = None  # the handle of the hook that ends it, from the first obstacle() on
 
     def capabilities(self) -> set[Knob]:

@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 _NONE = (0, 0)
@@ -76,9 +77,16 @@ class IdleLoad:
 
 
 class StepCpu:
-    """CPU time of the process in each step: what a capture adds to it. :meth:`begin` and :meth:`end` enclose a step."""
+    """CPU time of each step, or of the part of it in which nothing spins: what a capture adds to it.
 
-    def __init__(self) -> None:
+    An adapter calls :meth:`begin` and :meth:`end` around it in every step, a capture says when it runs.
+
+    Args:
+        clock: CPU time, ns, of the process, or of the thread that trains.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.process_time_ns) -> None:
+        self._clock = clock
         #: of the last steps without a capture, and of those of the latest one, ns
         self.usual_ns: deque[int] = deque(maxlen=_CPU_STEPS)
         self.captured_ns: list[int] = []
@@ -86,13 +94,13 @@ class StepCpu:
         self._at: int | None = None
 
     def begin(self) -> None:
-        self._at = time.process_time_ns()
+        self._at = self._clock()
 
     def end(self) -> None:
         """Counts only after a :meth:`begin`."""
         if self._at is None:
             return
-        took, self._at = time.process_time_ns() - self._at, None
+        took, self._at = self._clock() - self._at, None
         (self.captured_ns.append if self._capturing else self.usual_ns.append)(took)
 
     def capture(self, runs: bool) -> None:
@@ -100,7 +108,7 @@ class StepCpu:
         if runs:
             self.captured_ns.clear()
         self._capturing = runs
-        self._at = time.process_time_ns() if runs else None
+        self._at = self._clock() if runs else None
 
     def per_event_ns(self, events: float, least_ns: float, most_ns: float) -> float:
         """What recording an event costs, within bounds, where a step has ``events``: what the captured steps took more.

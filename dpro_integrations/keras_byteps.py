@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,15 +20,14 @@ import tensorflow as tf
 from byteps.tensorflow import ops
 
 from dpro.adapter import Exchange, Knob
-from dpro.errors import DproError, PlanError
+from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro.settings import Settings
 from dpro.trace.byteps import SETTINGS, with_comm
 from dpro.trace.model import RankTrace
-from dpro_integrations import byteps_partitions, byteps_trace
-from dpro_integrations.base import before_the_meeting
-from dpro_integrations.byteps_exchange import join_exchange
-from dpro_integrations.byteps_partitions import MEETING_NUMBER, MOST_GRADIENTS, Bounds
+from dpro_integrations import byteps_exchange, byteps_partitions, byteps_trace
+from dpro_integrations.base import before_call
+from dpro_integrations.byteps_partitions import MOST_GRADIENTS, Bounds
 from dpro_integrations.byteps_start import started_with
 from dpro_integrations.byteps_trace import OwnTrace
 from dpro_integrations.clocks import epoch_ns
@@ -42,33 +40,19 @@ __all__ = ["adapter", "before_leaving", "meet", "patience", "place", "started_wi
 
 
 def place() -> tuple[int, int]:
-    """Rank and number of ranks.
-
-    Raises:
-        DproError: it is no job of several workers that BytePS' launcher started.
-    """
-    if "DMLC_PS_ROOT_URI" not in os.environ:
-        raise DproError("the job has no BytePS scheduler")
-    return bps.rank(), bps.size()
+    """Rank and number of ranks, as :func:`dpro_integrations.byteps_exchange.place`."""
+    return byteps_exchange.place(bps)
 
 
 def meet(tag: str) -> Exchange:
-    """The other ranks, as :func:`~dpro_integrations.byteps_exchange.join_exchange`. Every rank calls it."""
-    timeout_s = before_the_meeting().timeout_s
-    name = f"dpro_meet_{tag}"
-    try:
-        _bounds().declare(name, MEETING_NUMBER + int(tag))
-    except ValueError as error:
-        raise DproError(str(error)) from error
+    """The other ranks, as :func:`dpro_integrations.byteps_exchange.meet`."""
 
-    def summed(own: bytes) -> bytes:
+    def summed(name: str, own: bytes) -> bytes:
         with tf.device("/CPU:0"):
             given = tf.constant(np.frombuffer(own, dtype=np.uint8).astype(np.float32))
             return bytes(ops.C_LIB.byteps_push_pull(given, input_name=name).numpy().astype(np.uint8))
 
-    exchange, told = join_exchange(bps.rank(), bps.size(), f"keras-{tag}", timeout_s, summed, byteps_partitions.made())
-    byteps_partitions.agree_on_made(max(told))
-    return exchange
+    return byteps_exchange.meet(bps, "keras", tag, _bounds(), summed)
 
 
 def patience(settings: Settings) -> Settings:
@@ -78,23 +62,9 @@ def patience(settings: Settings) -> Settings:
 
 def before_leaving(leaving: Callable[[], None]) -> Callable[[], None]:
     """Have ``leaving`` called before the job's ``bps.shutdown()``. Returns the undo."""
-    original = bps.shutdown
+    import byteps.tensorflow.keras as bps_keras
 
-    @functools.wraps(original)
-    def shutdown(*args: Any, **kwargs: Any) -> Any:
-        leaving()
-        return original(*args, **kwargs)
-
-    modules = [module for module in _modules() if module.shutdown is original]
-    for module in modules:
-        module.shutdown = shutdown
-
-    def undo() -> None:
-        for module in modules:
-            if module.shutdown is shutdown:
-                module.shutdown = original
-
-    return undo
+    return before_call("shutdown", (bps, ops, bps_keras), leaving)
 
 
 @dataclass(frozen=True)
@@ -322,12 +292,6 @@ def _patched(push: Callable[..., Any]) -> Callable[[], None]:
 
     bps._push_pull = push
     return undo
-
-
-def _modules() -> list[Any]:
-    import byteps.tensorflow.keras as bps_keras
-
-    return [bps, ops, bps_keras]
 
 
 adapter = KerasBytePSAdapter

@@ -23,6 +23,7 @@ from dpro.plan import Plan
 from dpro.trace.model import RankTrace
 from dpro.trace.regions import Region
 from dpro_integrations import horovod_exchange
+from dpro_integrations.base import before_call
 from dpro_integrations.horovod_settings import library_settings, patient
 from dpro_integrations.horovod_start import started_with, switched_on
 from dpro_integrations.keras_adapter import KerasAdapter
@@ -51,20 +52,7 @@ def before_leaving(leaving: Callable[[], None]) -> Callable[[], None]:
 
     A rank's data have ended then, and the steps of other ranks may go on without it.
     """
-    original = mpi_ops.join
-
-    @functools.wraps(original)
-    def join(*args: Any, **kwargs: Any) -> Any:
-        leaving()
-        return original(*args, **kwargs)
-
-    def undo() -> None:
-        for module in (hvd, mpi_ops):
-            if module.join is join:
-                module.join = original
-
-    hvd.join = mpi_ops.join = join
-    return undo
+    return before_call("join", (mpi_ops, hvd), leaving)
 
 
 class KerasHorovodAdapter(KerasAdapter):

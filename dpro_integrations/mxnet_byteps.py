@@ -21,15 +21,13 @@ from byteps.mxnet import ops
 from byteps.mxnet.compression import FP16Compressor
 
 from dpro.adapter import Exchange, Knob
-from dpro.errors import DproError, PlanError, TraceError
+from dpro.errors import PlanError, TraceError
 from dpro.plan import Plan
 from dpro.settings import Settings
 from dpro.trace.byteps import SETTINGS, Comm, read, with_comm
 from dpro.trace.model import RankTrace
-from dpro_integrations import byteps_partitions, byteps_trace
-from dpro_integrations.base import before_the_meeting
-from dpro_integrations.byteps_exchange import join_exchange
-from dpro_integrations.byteps_partitions import MEETING_NUMBER, MOST_GRADIENTS
+from dpro_integrations import byteps_exchange, byteps_partitions, byteps_trace
+from dpro_integrations.byteps_partitions import MOST_GRADIENTS
 from dpro_integrations.byteps_start import started_with
 from dpro_integrations.byteps_trace import OwnTrace
 from dpro_integrations.mxnet_adapter import GluonAdapter
@@ -47,34 +45,20 @@ MODULES: tuple[ModuleType, ...] = (bps, ops)
 
 
 def place() -> tuple[int, int]:
-    """Rank and number of ranks.
-
-    Raises:
-        DproError: it is no job of several workers that BytePS' launcher started.
-    """
-    if "DMLC_PS_ROOT_URI" not in os.environ:
-        raise DproError("the job has no BytePS scheduler")
-    return bps.rank(), bps.size()
+    """Rank and number of ranks, as :func:`dpro_integrations.byteps_exchange.place`."""
+    return byteps_exchange.place(bps)
 
 
 def meet(tag: str) -> Exchange:
-    """The other ranks, as :func:`~dpro_integrations.byteps_exchange.join_exchange`. Every rank calls it."""
-    timeout_s = before_the_meeting().timeout_s
-    name = f"dpro_meet_{tag}"
-    try:
-        bounds().declare(name, MEETING_NUMBER + int(tag))
-    except ValueError as error:
-        raise DproError(str(error)) from error
+    """The other ranks, as :func:`dpro_integrations.byteps_exchange.meet`."""
 
-    def summed(own: bytes) -> bytes:
+    def summed(name: str, own: bytes) -> bytes:
         array = mx.nd.array(np.frombuffer(own, dtype=np.uint8), dtype="float32")
         array.wait_to_read()
         bps.byteps_push_pull(array, name=name, is_average=False)
         return bytes(array.asnumpy().astype(np.uint8))
 
-    exchange, told = join_exchange(bps.rank(), bps.size(), f"mxnet-{tag}", timeout_s, summed, byteps_partitions.made())
-    byteps_partitions.agree_on_made(max(told))
-    return exchange
+    return byteps_exchange.meet(bps, "mxnet", tag, bounds(), summed)
 
 
 def patience(settings: Settings) -> Settings:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from dpro_integrations.base import before_call
 from dpro_integrations.mxnet_engine import Pace, job_error
 
 
@@ -44,7 +44,7 @@ class Steps:
         self._own: Callable[..., Any] | None = vars(trainer).get("_update")
         self._original: Callable[..., Any] = trainer._update
         trainer._update = self._update
-        self._unpatch = _before_shutdown(ending, libraries)
+        self._unpatch = before_call("shutdown", libraries, ending)
 
     def stop(self) -> None:
         """No more calls. Safe to call twice, and from ``action``."""
@@ -78,24 +78,3 @@ def _outermost(trainer: Any) -> Steps | None:
     """Whose ``_update`` the trainer has in the place of its own."""
     owner = getattr(vars(trainer).get("_update"), "__self__", None)
     return owner if isinstance(owner, Steps) else None
-
-
-def _before_shutdown(ending: Callable[[], None], libraries: Sequence[ModuleType]) -> Callable[[], None]:
-    """Call ``ending`` before ``shutdown()``; gives the undoing."""
-    original = libraries[0].shutdown
-
-    @functools.wraps(original)
-    def shutdown(*args: Any, **kwargs: Any) -> Any:
-        ending()
-        return original(*args, **kwargs)
-
-    patched = [library for library in libraries if library.shutdown is original]
-    for library in patched:
-        library.shutdown = shutdown  # type: ignore[attr-defined]
-
-    def undo() -> None:
-        for library in patched:
-            if library.shutdown is shutdown:
-                library.shutdown = original  # type: ignore[attr-defined]
-
-    return undo

@@ -12,7 +12,6 @@ import socket
 import statistics
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from dpro.clock.identity import CLOCK_ID, clock_id
 from dpro.trace import kineto, wire
 from dpro.trace.model import EventKind, RankTrace, Tensor
-from dpro_integrations.host_load import HostLoad
+from dpro_integrations.host_load import HostLoad, StepCpu
 from dpro_integrations.torch_forward import ForwardHook
 from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
 
@@ -38,8 +37,6 @@ from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
 LIMIT_STEPS = 20.0
 LEAST_LIMIT_S = 2.0
 LIMIT_BYTES = 512 << 20
-#: Steps whose CPU time a capture's is held against.
-_CPU_STEPS = 10
 #: How often, and on how many ops, it is measured what recording an event costs.
 _PROBE_RUNS = 60
 _PROBE_OPS = 8
@@ -186,11 +183,10 @@ class StepCapture:
         events = trace.kind == EventKind.CPU_OP
         probe = events & (trace.start < trace.step_bounds[:1, 0])  # before the first step
         least_ns = self._probe_cost_ns * _PROBE_RUNS / max(1, int(probe.sum()))
-        if not self._cpu.usual_ns or not self._cpu.captured_ns or self._on_gpu:
+        if self._on_gpu:
             return least_ns
-        grown_ns = statistics.median(self._cpu.captured_ns) - statistics.median(self._cpu.usual_ns)
         inside = int((events & (trace.step >= 0) & (trace.step < steps)).sum())
-        return min(max(grown_ns * steps / max(1, inside), least_ns), _MOST_PROBES * least_ns)
+        return self._cpu.per_event_ns(max(1, inside) / steps, least_ns, _MOST_PROBES * least_ns)
 
     def _give_way(self) -> None:
         self._give_up(_TAKEN_OVER)
@@ -274,40 +270,6 @@ class Capture(StepCapture):
             for number in numbers:
                 trace.tensors[number].bucket = bucket
         return trace
-
-
-class StepCpu:
-    """CPU time of the training thread in each step, or in the part of it in which it never spins: what a capture adds.
-
-    An adapter calls :meth:`begin` and :meth:`end` around it in every step, a capture says when it runs.
-    """
-
-    def __init__(self) -> None:
-        #: of the last steps without a capture, and of those of the latest one, ns
-        self.usual_ns: deque[int] = deque(maxlen=_CPU_STEPS)
-        self.captured_ns: list[int] = []
-        self._capturing = False
-        self._at: int | None = None
-
-    def begin(self) -> None:
-        self._at = time.thread_time_ns()
-
-    def end(self) -> None:
-        """Counts only after a :meth:`begin`."""
-        if self._at is None:
-            return
-        took, self._at = time.thread_time_ns() - self._at, None
-        if self._capturing:
-            self.captured_ns.append(took)
-        else:
-            self.usual_ns.append(took)
-
-    def capture(self, runs: bool) -> None:
-        """A capture begins, with the next step, or ends: the step that is under way counts for neither."""
-        if runs:
-            self.captured_ns.clear()
-        self._capturing = runs
-        self._at = time.thread_time_ns() if runs else None
 
 
 def _profile(on_gpu: bool) -> profile:

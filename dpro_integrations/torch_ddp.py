@@ -27,8 +27,9 @@ from dpro.session import Session
 from dpro.settings import Settings, disabled
 from dpro.tuner import Tuner
 from dpro_integrations.base import step_aside
+from dpro_integrations.host_load import StepCpu
 from dpro_integrations.torch_adapter import TorchAdapter
-from dpro_integrations.torch_capture import Capture, StepCpu
+from dpro_integrations.torch_capture import Capture
 from dpro_integrations.torch_exchange import exchange_of_job
 from dpro_integrations.torch_forward import OrderWatch, before_next_forward
 from dpro_integrations.torch_rewrap import (
@@ -87,7 +88,7 @@ class TorchDDPAdapter(TorchAdapter):
         self._early_forward: bool | None = None
         self._seen_at = time.monotonic()
         self._longest_s = 0.0
-        self._cpu = StepCpu()
+        self._cpu = StepCpu(time.thread_time_ns)
 
     def capabilities(self) -> set[Knob]:
         if self.why_not():

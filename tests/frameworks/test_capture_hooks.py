@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dpro_integrations.torch_capture import StepCapture, StepCpu
+from dpro_integrations.host_load import StepCpu
+from dpro_integrations.torch_capture import StepCapture
 
 
 class _EveryForward(StepCapture):

@@ -6,13 +6,13 @@ import pytest
 
 from dpro.trace.model import EventKind, Meta, TraceBuilder
 from dpro_integrations import torch_capture
-from dpro_integrations.torch_capture import StepCapture, StepCpu
+from dpro_integrations.host_load import StepCpu
+from dpro_integrations.torch_capture import StepCapture
 
 
-def test_steps_with_and_without_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_and_without_a_capture() -> None:
     now = 0
-    monkeypatch.setattr(torch_capture.time, "thread_time_ns", lambda: now)
-    cpu = StepCpu()
+    cpu = StepCpu(lambda: now)
     cpu.end()  # no begin: nothing is counted
 
     def step(ns: int) -> None:

@@ -23,7 +23,7 @@ def captured(into: str, grouped: bool) -> dict[str, Any]:
 
 def _capture(folder: Path, grouped: bool) -> dict[str, Any]:
     from dpro_integrations.horovod_capture import Capture
-    from dpro_integrations.torch_capture import StepCpu
+    from dpro_integrations.host_load import StepCpu
 
     torch.manual_seed(0)
     net = nn.Sequential(*[layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())])

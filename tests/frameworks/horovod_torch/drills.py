@@ -300,7 +300,7 @@ def captured() -> dict[str, Any]:
     from dpro.trace.model import RankTrace
     from dpro_integrations.horovod_capture import Capture
     from dpro_integrations.horovod_groups import Groups
-    from dpro_integrations.torch_capture import StepCpu
+    from dpro_integrations.host_load import StepCpu
 
     def together(trace: RankTrace) -> list[list[str]]:
         names = [tensor.name for tensor in trace.tensors]
