@@ -8,6 +8,8 @@ BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
 # --no-compile: what is never imported need not be compiled; that is most of torch.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq install --no-compile
+# Tests side by side; what shares processes stays together (tests/conftest.py).
+JOBS   ?= 2
 BUILT  := setup.py pyproject.toml dpro_autoload.pth $(wildcard core/native/*)
 
 .DEFAULT_GOAL := help
@@ -15,7 +17,7 @@ BUILT  := setup.py pyproject.toml dpro_autoload.pth $(wildcard core/native/*)
 
 help:
 	@echo "make demo   a real 2-process job on CPU, tuned by dpro (about 5 minutes)"
-	@echo "make test   all tests; ARGS=... goes to pytest"
+	@echo "make test   all tests, two at a time (JOBS=1: one by one); ARGS=... goes to pytest"
 	@echo "make check  ruff, mypy, the floors of the design"
 	@echo "make bench  replay speed, overhead, sweep of bucket sizes"
 	@echo "make backends  .venv-backends: all frameworks, Horovod and BytePS (20 minutes once, then from a cache)"
@@ -45,7 +47,7 @@ demo: $(VENV)/.run testbed
 	@$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/.dev $(BACKENDS)/.run testbed
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff check .
