@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from dpro.adapter import Adapter, RecordsUnderPlan
+from dpro.adapter import Adapter, RecordsUnderPlan, Rehearses
 from dpro.plan import Plan
 from dpro.tuner import Tuner
 
@@ -72,6 +72,16 @@ def settle_capture(adapter: Adapter, step: Callable[[], None]) -> bool:
     for _ in range(_SETTLE_STEPS):
         step()
     return True
+
+
+def rehearse(adapter: Adapter, step: Callable[[], None], steps: int) -> None:
+    """Capture ``steps`` steps and throw them away, as the tuner does before its capture, where that is needed."""
+    if isinstance(adapter, Rehearses):
+        adapter.start_rehearsal()
+        for _ in range(steps):
+            step()
+            adapter.mark_step()
+        adapter.abort_capture()
 
 
 def captured_ready(adapter: Adapter, step: Callable[[], None]) -> list[tuple[str, int]]:

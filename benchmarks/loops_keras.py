@@ -39,7 +39,9 @@ class _Loop:
         task = make(model, seed)
         self._model = task.model
         batch = tf.constant(task.inputs), tf.constant(task.labels)
-        self._batches = iter(tf.data.Dataset.from_tensors(batch).repeat())
+        options = tf.data.Options()
+        options.autotune.enabled = False  # no such thread at all
+        self._batches = iter(tf.data.Dataset.from_tensors(batch).repeat().with_options(options))
         self._adapter: Adapter | None = None
         self._tuner: Tuner | None = None
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comms import COMMS
-from benchmarks.loops import Loop, put, settle_capture
+from benchmarks.loops import Loop, put, rehearse, settle_capture
 from dpro.plan import Plan
 
 _POLL_S = 0.005
@@ -41,6 +41,7 @@ class Rank:
         [rounds][steps], and ``traces``, one file per capture.
         """
         self._train(warmup)
+        rehearse(self._loop.adapter, self._step, steps)
         plain = [self._window(steps), self._window(steps)]
         captured, files = [], []
         for number in range(rounds):

@@ -98,6 +98,11 @@ class KerasAdapter:
             "framework": self._framework(),
         }
 
+    def start_rehearsal(self) -> None:
+        """See :class:`dpro.adapter.Rehearses`."""
+        self._tracing.stop()
+        self._capture = Capture(self._longest_s, self._cpu)
+
     def start_capture(self) -> None:
         self._tracing.stop()
         if not self._tracing.gradients:

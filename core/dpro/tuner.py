@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from dpro.adapter import Adapter, RankLeft, RecordsUnderPlan, RegionTimer
+from dpro.adapter import Adapter, RankLeft, RecordsUnderPlan, RegionTimer, Rehearses
 from dpro.errors import DproError, PlanError
 from dpro.outcome import Arm, Outcome, Verdict
 from dpro.plan import Plan
@@ -234,6 +234,9 @@ class Tuner:
 
     def _capture(self, base_ms: list[float]) -> Generator[None, int | None, RankTrace | None]:
         """Profile a few steps; a failure is kept for the meeting that follows."""
+        steps = self.settings.capture_steps
+        if isinstance(self.adapter, Rehearses):
+            yield from self._rehearse(self.adapter, steps)
         if isinstance(self.adapter, RecordsUnderPlan):
             plan = self._guard(self.adapter.plan_to_record)
             self._meet("record", json.dumps({"sha": self._hash(plan)}).encode(), same_plan)
@@ -241,7 +244,6 @@ class Tuner:
                 self._switch(plan)
                 yield from self._pass(self.settings.settle_steps)
         self.state = State.CAPTURE
-        steps = self.settings.capture_steps
         self._session.say(f"profiling steps {self.steps + 1} to {self.steps + steps} of {self._rank_count()} ranks")
         times: list[int] = []
         interrupted: list[int] = []
@@ -267,6 +269,15 @@ class Tuner:
         trace.meta.extra["profiled_step_ns"] = times
         trace.meta.extra["fingerprint"] = self._guard(self.adapter.fingerprint) or {}
         return trace
+
+    def _rehearse(self, adapter: Rehearses, steps: int) -> _Steps:
+        self._session.say(f"profiling steps {self.steps + 1} to {self.steps + steps}, a rehearsal")
+        self._guard(adapter.start_rehearsal)
+        for _ in range(steps):
+            yield from self._one_step()
+            if not self._failure:
+                self._guard(self.adapter.mark_step)
+        self.adapter.abort_capture()
 
     def _with_regions(self, trace: RankTrace) -> RankTrace:
         """Rank 0: with what compiling layers would be worth, where the job can do that; else as it is."""

@@ -289,3 +289,26 @@ def test_a_rank_that_cannot_be_recorded_makes_all_step_aside_before_anything_is_
     ranks = Job(by_plan, arrange=arrange).run()
     assert alike(ranks).reason == f"rank {victim}: RuntimeError: no record here; nothing was changed"
     assert not any(ranks[0].in_force)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rehearsal_goes_before_the_capture(fails: bool) -> None:
+    """As many steps, nothing of which is kept; one that fails on a rank fails the tuning on all."""
+
+    def arrange(rank: Rank) -> None:
+        def start_rehearsal() -> None:
+            rank.adapter.calls.append("start_rehearsal")
+            if fails and rank.number == 1:
+                raise RuntimeError("no room")
+
+        rank.adapter.start_rehearsal = start_rehearsal  # type: ignore[attr-defined]
+
+    ranks = Job(lambda *_: 10.0, plans=planner(), arrange=arrange).run()
+    if fails:
+        assert alike(ranks).reason == "rank 1: RuntimeError: no room; nothing was changed"
+        return
+    assert alike(ranks).verdict is Verdict.NO_BETTER_PLAN
+    calls = [call for call in ranks[1].adapter.calls if call != "checksum"]
+    marks = ["mark_step", "mark_step"]
+    assert calls[:4] == ["start_rehearsal", *marks, "abort_capture"]
+    assert calls[4:8] == ["start_capture", *marks, "stop_capture"]
