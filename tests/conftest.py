@@ -23,6 +23,7 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks when it has its turn
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     real = [HERE / place for place in REAL]
     pieces = {HERE / place: place for place in LONGEST}
