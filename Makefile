@@ -47,7 +47,7 @@ demo: $(VENV)/.run testbed
 	@$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/.dev $(BACKENDS)/.run testbed
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff check .

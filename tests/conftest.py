@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,17 +24,29 @@ LONGEST = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks when it has its turn
+def piece_of(path: Path) -> str:
+    """What is never split: a folder of :data:`LONGEST`, or a file."""
+    for place in LONGEST:
+        if HERE / place in (path, *path.parents):
+            return place
+    return str(path)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     real = [HERE / place for place in REAL]
-    pieces = {HERE / place: place for place in LONGEST}
-    order = {place: number for number, place in enumerate(LONGEST)}
-    found: dict[pytest.Item, str] = {}
     for item in items:
-        places = (item.path, *item.path.parents)
-        if any(place in places for place in real):
+        if any(place in (item.path, *item.path.parents) for place in real):
             item.add_marker(pytest.mark.flaky(reruns=1))
-        piece = next((pieces[place] for place in places if place in pieces), "")
-        found[item] = piece
-        item.add_marker(pytest.mark.xdist_group(piece or str(item.path.relative_to(HERE))))
-    items.sort(key=lambda item: order.get(found[item], len(order)))
+    items.sort(key=lambda item: LONGEST.index(piece) if (piece := piece_of(item.path)) in LONGEST else len(LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Pieces(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return piece_of(config.rootpath / nodeid.partition("::")[0])
+
+    config.option.loadscopereorder = False  # in the order above
+    return Pieces(config, log)
