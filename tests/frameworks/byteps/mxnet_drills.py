@@ -45,7 +45,8 @@ def trained(
     with before():
         stock = attached(trainer)
         tuner = autotune(trainer) if dpro else None
-        for step in range(steps):
+
+        def train(step: int) -> None:
             for part in range(passes):
                 at = (step * passes + part) % len(x)
                 with autograd.record():
@@ -56,11 +57,16 @@ def trained(
             if passes > 1:
                 for parameter in net.collect_params().values():
                     parameter.zero_grad()
+
+        for step in range(steps):
+            train(step)
             each(net, tuner)
+        if tuner is not None:
+            tuner.close()
+            tuner.adapter.revert()
+        train(steps)  # what follows the steps lets go at the next one
         if tuner is None:
             return {"weights": digest(net)}
-        tuner.close()
-        tuner.adapter.revert()
         outcome = tuner.outcome
         told = {"verdict": outcome.verdict.name, "reason": outcome.reason, "steps": tuner.steps}
         return {**told, "weights": digest(net), "left": attached(trainer) != stock}
@@ -75,7 +81,6 @@ def own_profiler() -> Iterator[None]:
     finally:
         mx.nd.waitall()
         mx.profiler.set_state("stop")
-        mx.profiler.dump()
 
 
 def evaluate(net: Any, tuner: Any) -> None:
@@ -102,7 +107,7 @@ def all_drills(runs: str) -> dict[str, Any]:
 
 def dying(state: str, runs: str) -> None:
     """Rank 1 kills itself when the tuner is in ``state``; APPLY: rank 0 waits for it then."""
-    os.environ.update(QUICK, DPRO_RUNS_DIR=runs, DPRO_CAPTURE_STEPS="2", DPRO_TIMEOUT_S="2")
+    os.environ.update(QUICK, DPRO_RUNS_DIR=runs, DPRO_CAPTURE_STEPS="2", DPRO_TIMEOUT_S="10")
     force(kept=True)
 
     def die() -> None:
@@ -122,7 +127,7 @@ def dying(state: str, runs: str) -> None:
 
 def endless(runs: str) -> None:
     """Says when it is captured, and tunes on."""
-    os.environ.update(QUICK, DPRO_RUNS_DIR=runs, DPRO_CAPTURE_STEPS="100000", DPRO_TIMEOUT_S="2")
+    os.environ.update(QUICK, DPRO_RUNS_DIR=runs, DPRO_CAPTURE_STEPS="100000", DPRO_TIMEOUT_S="10")
 
     def each(net: Any, tuner: Any) -> None:
         if tuner.state.name == "CAPTURE":
