@@ -28,6 +28,31 @@ class Store(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
+class Alone:
+    """:class:`dpro.adapter.Exchange` of a job of one process, which agrees with itself."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self) -> None:
+        self._posted: dict[str, bytes] = {}
+        self._agreed: dict[str, str] = {}
+
+    def post(self, key: str, blob: bytes) -> None:
+        self._posted[key] = blob
+
+    def collect(self, key: str, timeout_s: float) -> list[bytes]:
+        return [self._posted.pop(key)]
+
+    def agree(self, key: str, proposal: str) -> str:
+        return self._agreed.setdefault(key, proposal)
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        return self._agreed[key]
+
+    def leave(self) -> None:
+        pass
+
+
 class StoreExchange:
     """:class:`dpro.adapter.Exchange` over a store, under a prefix of its own.
 

@@ -20,13 +20,18 @@ from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
 from dpro.tuner import Tuner
-from dpro_integrations.base import step_aside
+from dpro_integrations.base import before_the_meeting, step_aside
 from dpro_integrations.keras_graph import Tracing, distributed_optimizer, library_of
 from dpro_integrations.keras_steps import StepCallback, Steps, before_other_work
+from dpro_integrations.keras_version import steps_per_execution
 
 #: What makes optimizers -> what tunes them: a module with ``place``, ``meet``, ``patience``, ``adapter``,
-#: ``before_leaving``, ``started_with``.
-_LIBRARIES = {"horovod": "dpro_integrations.keras_horovod", "byteps": "dpro_integrations.keras_byteps"}
+#: ``before_leaving``, ``started_with``. "": none is distributed.
+_LIBRARIES = {
+    "horovod": "dpro_integrations.keras_horovod",
+    "byteps": "dpro_integrations.keras_byteps",
+    "": "dpro_integrations.keras_single",
+}
 #: Models that have or had a tuner. Weak on both sides: neither may live on because it was tuned once.
 _tuned: weakref.WeakKeyDictionary[Any, weakref.ref[Tuner]] = weakref.WeakKeyDictionary()
 _count = 0
@@ -38,15 +43,8 @@ def is_tuned(model: Any) -> bool:
 
 
 def library(model: Any) -> Any:
-    """The module that knows the library of ``model``'s optimizer.
-
-    Raises:
-        DproError: none does.
-    """
-    optimizer = distributed_optimizer(model)
-    if optimizer is None:
-        raise DproError("the model was not compiled with an optimizer made by hvd. or bps.DistributedOptimizer")
-    return importlib.import_module(_LIBRARIES[library_of(optimizer)])
+    """The module that knows the library of ``model``'s optimizer."""
+    return importlib.import_module(_LIBRARIES[library_of(distributed_optimizer(model))])
 
 
 @atexit.register
@@ -119,13 +117,11 @@ def trace(model: Any) -> Tracing:
     Raises:
         DproError: a model that dpro can't tune.
     """
-    library(model)
     if model.run_eagerly:
         raise DproError("the model runs eagerly: there is no graph to look at (compile without run_eagerly)")
     if getattr(model, "jit_compile", False):
         raise DproError("the whole step is one XLA program (compile without jit_compile)")
-    steps = model._steps_per_execution
-    if model.autotune_steps_per_execution or (steps is not None and int(steps) != 1):
+    if steps_per_execution(model) != 1:
         raise DproError(
             "several steps are one execution: dpro looks at single ones (compile with steps_per_execution=1)"
         )
@@ -159,10 +155,14 @@ def make_tuner(
     global _count
     knows = library(model)
     rank, size = knows.place()
-    if size < 2:
+    if size < 2 and not (given.get("regions_s") or before_the_meeting().regions_s):
         if not disabled():
-            Session(Settings(), rank).say("one process only: there is nothing to synchronise, nothing to tune")
+            Session(Settings(), rank).say(
+                "one process only: there is nothing to synchronise, nothing to tune (regions_s=10 tries XLA on layers)"
+            )
         return None
+    if size < 2:
+        knows = importlib.import_module(_LIBRARIES[""])
     if model in _tuned and (former := _tuned[model]()):
         former.close()
     _count += 1  # also where this rank takes no part: the others' next tuner has the same tag as ours

@@ -14,8 +14,9 @@ from dpro.plan import Plan
 from dpro.trace.model import RankTrace, Tensor
 from dpro_integrations.host_load import StepCpu
 from dpro_integrations.keras_capture import Capture, warm_up
-from dpro_integrations.keras_graph import StepGraph, Tracing, name_of, nodes_of, seeded_in, traced_functions
+from dpro_integrations.keras_graph import StepGraph, Tracing, nodes_of, seeded_in, traced_functions
 from dpro_integrations.keras_retrace import TrainStep
+from dpro_integrations.keras_version import dtype_of, name_of, shape_of, traced_step
 
 _SAMPLES = 64
 
@@ -43,7 +44,7 @@ class KerasAdapter:
         self._cpu = StepCpu()
         self._capture: Capture | None = None
         self._compiled: Any = None  # the train function that the job had after its first step
-        if not tracing.gradients:
+        if not self._seen():
             self._trace_again()
         warm_up()
 
@@ -91,7 +92,7 @@ class KerasAdapter:
 
     def fingerprint(self) -> dict[str, str]:
         variables = self._model.trainable_variables
-        shapes = [(name_of(v), tuple(v.shape.as_list()), v.dtype.name) for v in variables]
+        shapes = [(name_of(v), tuple(shape_of(v)), dtype_of(v)) for v in variables]
         return {
             "model": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
             "world_size": str(self.exchange.world_size),
@@ -105,7 +106,7 @@ class KerasAdapter:
 
     def start_capture(self) -> None:
         self._tracing.stop()
-        if not self._tracing.gradients:
+        if not self._seen():
             why = f": {self._seeded} draws random numbers from a seed" if self._seeded else ""
             raise RuntimeError(f"the train step was traced before dpro could look on{why}")
         self._capture = Capture(self._longest_s, self._cpu)
@@ -121,7 +122,7 @@ class KerasAdapter:
         tensors = []
         for variable in self._reduced():
             dtype, nbytes = self._tensor(variable)
-            tensors.append(Tensor(name_of(variable), tuple(variable.shape.as_list()), dtype, nbytes))
+            tensors.append(Tensor(name_of(variable), tuple(size or 0 for size in shape_of(variable)), dtype, nbytes))
         trace = capture.finish(self._graphs(), tensors, self._members(), self._names())
         trace.meta.framework, trace.meta.source = self._framework(), self.name
         return trace
@@ -138,7 +139,7 @@ class KerasAdapter:
         """Over up to 64 values of every variable: cheap, and any lost update moves it."""
         digest = hashlib.sha256()
         for variable in self._model.trainable_variables:
-            flat = tf.reshape(variable, [-1])
+            flat = tf.reshape(tf.convert_to_tensor(variable), [-1])
             picked = flat[:: max(1, int(flat.shape[0]) // _SAMPLES)][:_SAMPLES]
             digest.update(tf.cast(picked, tf.float32).numpy().tobytes())
         return digest.hexdigest()
@@ -149,9 +150,18 @@ class KerasAdapter:
         self._step.forget()
         former, self._former = self._former, None
         if former is not None and not self._step.changed and self._model.train_function is self._compiled:
-            self._model.train_function, self._model.train_tf_function = former
+            self._put_back(former)
 
     # -- parts ---------------------------------------------------------------------------------
+
+    def _put_back(self, former: tuple[Any, Any]) -> None:
+        self._model.train_function = former[0]
+        if former[1] is not None:
+            self._model.train_tf_function = former[1]
+
+    def _seen(self) -> bool:
+        """Whether dpro has looked on while the train step was traced."""
+        return bool(self._tracing.gradients)
 
     def _names(self) -> list[str]:
         """The library's for the gradients, where its ops go by them."""
@@ -181,10 +191,9 @@ class KerasAdapter:
         foreign = sorted(set(plan.settings()) - settings)
         if foreign:
             raise PlanError(f"nothing is known for {foreign[0]!r} that dpro changes in a running Keras job")
-        reduced = self._reduced()
-        if not reduced:
+        if not self._seen():
             raise PlanError("the train step was traced before dpro could look on")
-        return reduced
+        return self._reduced()
 
     def _reduced(self) -> list[Any]:
         """The variables whose gradients are reduced, in the library's order."""
@@ -199,14 +208,14 @@ class KerasAdapter:
         self._seeded = next(filter(None, (seeded_in(nodes_of(f.graph.as_graph_def())) for f in made)), "")
         if self._seeded:
             return
-        self._former = model.train_function, model.train_tf_function
+        self._former = model.train_function, getattr(model, "train_tf_function", None)
         try:
-            function = model.make_train_function(force=True)
+            model.make_train_function(force=True)
             arguments, keywords = made[0].structured_input_signature
-            function.get_concrete_function(*arguments, **keywords)
+            traced_step(model.train_function).get_concrete_function(*arguments, **keywords)
             self._compiled = model.train_function
         except Exception:
-            model.train_function, model.train_tf_function = self._former
+            self._put_back(self._former)
             self._former = None
             raise
         finally:

@@ -32,7 +32,8 @@ from dpro_integrations.byteps_start import started_with
 from dpro_integrations.byteps_trace import OwnTrace
 from dpro_integrations.clocks import epoch_ns
 from dpro_integrations.keras_adapter import KerasAdapter
-from dpro_integrations.keras_graph import PUSH_PULL, Collection, StepGraph, Tracing, name_of
+from dpro_integrations.keras_graph import PUSH_PULL, Collection, StepGraph, Tracing
+from dpro_integrations.keras_version import name_of
 
 #: More than a tensor has whose shape is not known.
 MAX_BYTES = 1 << 62

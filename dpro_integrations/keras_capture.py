@@ -45,6 +45,8 @@ _MOST_PROBES = 2.0
 #: How long the job is held, once, to see what Horovod's threads take while there is nothing to do.
 _IDLE_S, _IDLE_LOOKS = 0.03, 3
 _CLOCK_MARKS = 5
+#: What a reader says of a profile that ours is not: steps have our marks, and all ops are recorded.
+_NOT_OURS = ("no step marks", "cheap ops are missing")
 _TAKEN_OVER = "the job's own profiler took over"
 _OPTIONS = {"host_tracer_level": 3, "python_tracer_level": 0, "device_tracer_level": 0}
 
@@ -157,7 +159,7 @@ class Capture:
         meta.host, meta.clock = socket.gethostname(), "monotonic"
         meta.contention = contention
         meta.extra[CLOCK_ID] = clock_id()
-        trace.warnings = [line for line in trace.warnings if not line.startswith("no step marks")]
+        trace.warnings = [line for line in trace.warnings if not line.startswith(_NOT_OURS)]
         least_ns = max(0.0, self._profiled_ns - self._plain_ns) / _PROBE_OPS
         seen = set(trace.names)
         graph = max(graphs, key=lambda one: len(seen & one.ops.keys()), default=StepGraph())

@@ -25,8 +25,17 @@ from tensorflow import keras
 
 from dpro.trace.model import EventKind, RankTrace
 from dpro.trace.regions import LayerOps, Region, RegionTime
-from dpro_integrations.keras_graph import name_of, nodes_of, traced_functions
+from dpro_integrations.keras_graph import nodes_of, traced_functions
 from dpro_integrations.keras_regions import RANDOM, Regions, layers_of
+from dpro_integrations.keras_version import (
+    CallNode,
+    dtype_of,
+    inner_layers,
+    name_of,
+    shape_of,
+    takes_training,
+    value_of,
+)
 
 #: Of several ops each, by their class in Keras: worth compiling on their own.
 _SEVERAL_OPS = frozenset({
@@ -53,7 +62,7 @@ _WARM_RUNS, _TURNS = 3, 9
 class _Run:
     """Nodes of the model's graph, in order, with the names of their layers from the outside in."""
 
-    nodes: tuple[Any, ...]
+    nodes: tuple[CallNode, ...]
     names: tuple[str, ...]
 
     @property
@@ -62,13 +71,13 @@ class _Run:
 
     def kind(self, batch: int) -> str:
         """Equal for runs that compute alike."""
-        place = {key: i for i, key in enumerate(k for node in self.nodes for k in node.flat_output_ids)}
+        place = {key: i for i, key in enumerate(k for node in self.nodes for k in node.outputs)}
         told = [
             (
                 type(node.layer).__qualname__,
                 _config(node.layer),
-                [(place.get(i, -1), t.shape.as_list(), t.dtype.name) for i, t in _inputs(node)],
-                [(weight.shape.as_list(), weight.dtype.name) for weight in node.layer.weights],
+                [(place.get(i, -1), shape_of(t), dtype_of(t)) for i, t in node.inputs],
+                [(shape_of(weight), dtype_of(weight)) for weight in node.layer.weights],
             )
             for node in self.nodes
         ]
@@ -81,7 +90,7 @@ def candidates(model: Any) -> list[_Run]:
     nodes = [node for node in _nodes(model) if id(node.layer) in known and _fits(node)]
     times_called = Counter(id(node.layer) for node in nodes)
     nodes = [node for node in nodes if times_called[id(node.layer)] == 1]
-    users: Counter[str] = Counter(key for node in _nodes(model) for key in node.flat_input_ids)
+    users: Counter[str] = Counter(key for node in _nodes(model) for key in _taken(node))
     users.update(str(id(tensor)) for tensor in model.outputs)
     run_of: dict[str, list[Any]] = {}  # by what its last node makes
     blocks, runs = [], []
@@ -89,9 +98,9 @@ def candidates(model: Any) -> list[_Run]:
         if not _moves_memory(node.layer):
             blocks += [[node]] if _is_block(node.layer) else []
             continue
-        before = [run_of.pop(key) for key in dict.fromkeys(node.flat_input_ids) if users[key] == 1 and key in run_of]
+        before = [run_of.pop(key) for key in dict.fromkeys(_taken(node)) if users[key] == 1 and key in run_of]
         run = [*(each for found in before for each in found), node]
-        (out,) = node.flat_output_ids
+        (out,) = node.outputs
         run_of[out] = run
     for run in run_of.values():
         if 1 < len(run) <= _MOST_LAYERS:
@@ -137,29 +146,30 @@ def time_regions(model: Any, regions: Regions, trace: RankTrace, budget_s: float
 # -- the model's graph ---------------------------------------------------------------------------
 
 
-def _nodes(model: Any) -> Iterator[Any]:
+def _nodes(model: Any) -> Iterator[CallNode]:
     """Nodes of a functional graph and of those in it, inputs before what takes them."""
     by_depth = getattr(model, "_nodes_by_depth", {})
     for depth in sorted(by_depth, reverse=True):
-        for node in by_depth[depth]:
+        for known in by_depth[depth]:
+            node = CallNode(known)
             if isinstance(node.layer, keras.Model):
                 yield from _nodes(node.layer)
-            elif not node.is_input:
+            elif not known.is_input:
                 yield node
 
 
-def _inputs(node: Any) -> list[tuple[str, Any]]:
-    return list(zip(node.flat_input_ids, node.keras_inputs, strict=True))
+def _taken(node: CallNode) -> list[str]:
+    return [key for key, _ in node.inputs]
 
 
-def _fits(node: Any) -> bool:
+def _fits(node: CallNode) -> bool:
     """Whether it can be called on its own: one result, and every size but the batch's known."""
     layer = node.layer
-    if len(node.flat_output_ids) != 1 or getattr(layer, "activity_regularizer", None) is not None:
+    if len(node.outputs) != 1 or getattr(layer, "activity_regularizer", None) is not None:
         return False
     if getattr(layer, "supports_jit", True) is False:
         return False
-    return all(None not in tensor.shape.as_list()[1:] for _, tensor in _inputs(node))
+    return all(None not in shape_of(tensor)[1:] for _, tensor in node.inputs)
 
 
 def _own(layer: Any) -> bool:
@@ -177,17 +187,13 @@ def _config(layer: Any) -> Any:
 
 def _moves_memory(layer: Any) -> bool:
     if _own(layer):
-        small = all(len(weight.shape) < 2 or 1 in weight.shape.as_list() for weight in layer.weights)
-        return small and not _inner(layer)
+        small = all(len(weight.shape) < 2 or 1 in shape_of(weight) for weight in layer.weights)
+        return small and not inner_layers(layer)
     return type(layer).__name__ in _SEVERAL_OPS | _ONE_OP
 
 
 def _is_block(layer: Any) -> bool:
-    return type(layer).__name__ in _BLOCKS or (_own(layer) and bool(_inner(layer)))
-
-
-def _inner(layer: Any) -> list[Any]:
-    return list(layer._flatten_layers(recursive=False, include_self=False))
+    return type(layer).__name__ in _BLOCKS or (_own(layer) and bool(inner_layers(layer)))
 
 
 def _weights(run: _Run) -> tuple[str, ...]:
@@ -223,13 +229,12 @@ def _timed(run: _Run, regions: Regions, batch: int) -> RegionTime | None:
     """None: random numbers are drawn in it."""
     weights = [weight for layer in run.layers for weight in layer.weights]
     trainable = [weight for layer in run.layers for weight in layer.trainable_weights]
-    values = [weight.value() for weight in weights]
+    values = [value_of(weight) for weight in weights]
     drawn = np.random.default_rng(0)  # a generator of our own
-    made = {key for node in run.nodes for key in node.flat_output_ids}
-    given = {key: tensor for node in run.nodes for key, tensor in _inputs(node) if key not in made}
+    made = {key for node in run.nodes for key in node.outputs}
+    given = {key: tensor for node in run.nodes for key, tensor in node.inputs if key not in made}
     inputs = [_data(tensor, batch, drawn) for tensor in given.values()]
-    result = run.nodes[-1].outputs
-    towards = _data(tf.nest.flatten(result)[0], batch, drawn)
+    towards = _data(run.nodes[-1].made[0], batch, drawn)
 
     def call(*values: Any) -> Any:
         return _called(run, dict(zip(given, values, strict=True)))
@@ -292,19 +297,15 @@ def _called(run: _Run, values: dict[str, Any]) -> Any:
     """The run's result, of what comes into it by the names of the graph's tensors."""
     out = None
     for node in run.nodes:
-        uses = Counter(node.flat_input_ids)
-        args, kwargs = node.map_arguments({key: [values[key]] * count for key, count in uses.items()})
-        kwargs = {**kwargs, "training": True} if node.layer._expects_training_arg else kwargs
-        out = node.layer(*args, **kwargs)
-        (key,) = node.flat_output_ids
-        values[key] = out
+        out = node.call(values, **({"training": True} if takes_training(node.layer) else {}))
+        values[node.outputs[0]] = out
     return out
 
 
 def _data(tensor: Any, batch: int, drawn: np.random.Generator) -> Any:
     """Something of the tensor's shape."""
-    shape = [size or batch for size in tensor.shape.as_list()]
-    if tensor.dtype.is_floating:
+    shape = [size or batch for size in shape_of(tensor)]
+    if tf.as_dtype(tensor.dtype).is_floating:
         return tf.constant(drawn.standard_normal(math.prod(shape)).reshape(shape), tensor.dtype)
     return tf.zeros(shape, tensor.dtype)
 

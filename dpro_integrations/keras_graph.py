@@ -16,6 +16,8 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.ops import summary_ops_v2
 
+from dpro_integrations.keras_version import closed_over, traced_step
+
 #: Ops that reduce dense gradients, one or a group, and those that gather sparse ones.
 PUSH_PULL = "BytepsPushPull"
 REDUCE = frozenset({"HorovodAllreduce", "HorovodGroupedAllreduce", PUSH_PULL})
@@ -25,7 +27,8 @@ _PLACE = re.compile(r"_Allreduce/cond(?:_(\d+))?/")
 
 
 def distributed_optimizer(model: Any) -> Any | None:
-    """The optimizer of ``model`` that a ``DistributedOptimizer`` made, if under one that scales the loss."""
+    """The optimizer of ``model`` that a ``DistributedOptimizer`` made, if under one that scales the loss; None: there
+    is none, and nobody reduces anything."""
     optimizer: Any = getattr(model, "optimizer", None)
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
@@ -41,16 +44,11 @@ def library_of(optimizer: Any) -> str:
     return "byteps" if made_by == "byteps._keras" else ""
 
 
-def name_of(variable: Any) -> str:
-    """A variable's name in traces and plans."""
-    return str(variable.name).removesuffix(":0")
-
-
 def reduction(optimizer: Any) -> Any:
     """What reduces the gradients when the step is traced; None: what the optimizer's class has."""
     if library_of(optimizer) == "horovod":
         return optimizer._allreduce_grads
-    return vars(optimizer).get("_aggregate_gradients")
+    return vars(optimizer).get("_aggregate_gradients") if optimizer is not None else None
 
 
 def set_reduction(optimizer: Any, function: Callable[..., Any] | None) -> None:
@@ -60,6 +58,8 @@ def set_reduction(optimizer: Any, function: Callable[..., Any] | None) -> None:
             vars(optimizer)["_aggregate_gradients"] = function
         else:
             vars(optimizer).pop("_aggregate_gradients", None)
+        return
+    if optimizer is None:
         return
     optimizer._allreduce_grads = function
     if optimizer._agg_helper is not None:  # backward_passes_per_step
@@ -113,13 +113,6 @@ class Recorder:
             set_reduction(self._optimizer, self._replaced)
 
 
-def closed_over(function: Any) -> dict[str, Any]:
-    """What a function made by another has of it, by name."""
-    cells = getattr(function, "__closure__", None) or ()
-    names = function.__code__.co_freevars if cells else ()
-    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-
-
 def _kind(grad: Any) -> str:
     if grad is None:
         return "none"
@@ -171,7 +164,7 @@ class Collection:
     """Keeps the graphs that TensorFlow makes ready to run, from construction to :meth:`stop`.
 
     Args:
-        ops: graphs without any of these are none of those that are looked for.
+        ops: graphs without any of these are none of those that are looked for; none: all are.
     """
 
     def __init__(self, ops: frozenset[str] = REDUCE | GATHER) -> None:
@@ -200,7 +193,7 @@ class Collection:
                 graph.ops.update((node.name, node.op) for node in part.node)
                 pushing = (node for node in part.node if node.op == PUSH_PULL)
                 graph.pushed.update((node.name, node.attr["input_name"].s.decode()) for node in pushing)
-            if not self._ops.isdisjoint(graph.ops.values()):
+            if not self._ops or not self._ops.isdisjoint(graph.ops.values()):
                 self.graphs.append(graph)
         return True
 
@@ -209,13 +202,14 @@ class Tracing:
     """Looks on while a model's train step is traced: from construction, before the first step, to :meth:`stop`.
 
     Args:
-        model: compiled with an optimizer that a ``DistributedOptimizer`` made.
+        model: compiled.
+        optimizer: the one in it that a ``DistributedOptimizer`` made; None: nothing is reduced.
     """
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
         self.recorder = Recorder(optimizer)
-        self._collection = Collection()
+        self._collection = Collection() if optimizer is not None else Collection(frozenset())
 
     @property
     def gradients(self) -> list[Gradient]:
@@ -232,6 +226,6 @@ class Tracing:
 
 
 def traced_functions(function: Any) -> list[Any]:
-    """The concrete functions of a ``tf.function``, in the order in which they were traced; none of anything else."""
-    found = getattr(function, "_list_all_concrete_functions", list)
+    """The concrete functions of a ``tf.function`` (or train function), as they were traced; none of anything else."""
+    found = getattr(traced_step(function), "_list_all_concrete_functions", list)
     return list(found())

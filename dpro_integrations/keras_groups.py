@@ -14,7 +14,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.util import vars_to_refs
 
-from dpro_integrations.keras_graph import closed_over
+from dpro_integrations.keras_version import closed_over
 
 #: What Horovod's function for reducing gradients must have closed over to be made again with groups.
 _SETTINGS = (

@@ -28,8 +28,9 @@ from dpro_integrations.horovod_settings import library_settings, patient
 from dpro_integrations.horovod_start import started_with, switched_on
 from dpro_integrations.keras_adapter import KerasAdapter
 from dpro_integrations.keras_clusters import time_regions
-from dpro_integrations.keras_graph import Tracing, name_of
+from dpro_integrations.keras_graph import Tracing
 from dpro_integrations.keras_groups import grouped, settings_of, split_by_kind, tensor_bytes
+from dpro_integrations.keras_version import name_of
 
 
 def place() -> tuple[int, int]:

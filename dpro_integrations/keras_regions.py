@@ -14,11 +14,11 @@ from collections import Counter
 from typing import Any
 
 import tensorflow as tf
-from keras.src.engine import base_layer_utils
 from tensorflow import keras
 
 from dpro.errors import PlanError
 from dpro_integrations.keras_graph import Collection, nodes_of, traced_functions
+from dpro_integrations.keras_version import dtype_of, in_training, inner_layers, shape_of, value_of
 
 #: What becomes of a cluster.
 _XLA = frozenset({"_XlaRun", "XlaLaunch"})
@@ -40,7 +40,7 @@ def layers_of(model: Any) -> dict[str, Any]:
     found: list[tuple[str, Any]] = []
 
     def walk(around: Any, prefix: str) -> None:
-        for layer in around._flatten_layers(recursive=False, include_self=False):
+        for layer in inner_layers(around):
             if not isinstance(layer, keras.layers.InputLayer):
                 found.append((prefix + layer.name, layer))
                 walk(layer, f"{prefix}{layer.name}/")
@@ -115,7 +115,7 @@ class _Wrapped:
 
         # a plain function: Keras has it converted by AutoGraph where the layer is the user's own
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not base_layer_utils.call_context().training or not tf.inside_function():
+            if not in_training() or not tf.inside_function():
                 return self._original(*args, **kwargs)
             self.called = tf.nest.map_structure(_spec, (args, kwargs))
             return self._function(*args, **kwargs)
@@ -145,14 +145,14 @@ class _Wrapped:
 
     def kind(self) -> Any:
         """Layers of one kind compile alike."""
-        shapes = tuple((tuple(weight.shape.as_list()), weight.dtype.name) for weight in self._layer.weights)
+        shapes = tuple((tuple(shape_of(weight)), dtype_of(weight)) for weight in self._layer.weights)
         return type(self._layer), shapes, repr(self.called), repr(getattr(self._layer, "activation", None))
 
     def try_out(self) -> bool:
         """Whether XLA compiled anything."""
         assert self.called is not None
         args, kwargs = tf.nest.map_structure(_filled, self.called)
-        weights = [(weight, weight.value()) for weight in self._layer.weights]
+        weights = [(weight, value_of(weight)) for weight in self._layer.weights]
 
         @tf.function
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -187,5 +187,5 @@ def _filled(value: Any) -> Any:
     """Something of the shape that was seen."""
     if not isinstance(value, tf.TensorSpec):
         return value
-    shape = [size or _TRIAL_BATCH for size in value.shape.as_list()]
+    shape = [size or _TRIAL_BATCH for size in shape_of(value)]
     return tf.ones(shape, value.dtype) if value.dtype != tf.bool else tf.fill(shape, True)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from dpro.errors import PlanError
 from dpro_integrations.keras_graph import Recorder, reduction, set_reduction, traced_functions
 from dpro_integrations.keras_regions import Regions
+from dpro_integrations.keras_version import traced_step
 
 #: From the job's own reduction (see :func:`~dpro_integrations.keras_graph.reduction`) to another one.
 Reducing = Callable[[Any], Any]
@@ -122,6 +123,6 @@ class TrainStep:
         signatures = [concrete.structured_input_signature for concrete in traced_functions(present.function)]
         if not signatures:
             raise PlanError("the train step is no traced tf.function")
-        function = self._model.make_train_function(force=True)
+        self._model.make_train_function(force=True)
         arguments, keywords = signatures[0]
-        function.get_concrete_function(*arguments, **keywords)
+        traced_step(self._model.train_function).get_concrete_function(*arguments, **keywords)

@@ -162,7 +162,7 @@ class _Ops:
             # an UPDATE waits for reduced gradients, whatever it is called
             if layer is not None and kinds[op] in (OpKind.FORWARD, OpKind.BACKWARD):
                 self._members.setdefault((int(rank[op]), *layer), []).append(op)
-        self.ranks = sorted({rank for rank, _ in graph.out_op})
+        self.ranks = sorted({int(rank[op]) for op in self.place if rank[op] >= 0})
         self._tensors = {tensor.name: t for t, tensor in enumerate(graph.tensors)}
 
     def of(self, rank: int, region: Region, back: bool) -> list[int]:

@@ -34,8 +34,9 @@ from dpro.replay.engine import replay
 from dpro.search.cycle_time import best_cycles
 from dpro.search.defaults import HAND_TRIED_CAPS_MIB
 from dpro.search.judge import Judge, Verdict
-from dpro.search.op_fusion import best_fusion
+from dpro.search.op_fusion import Unsynchronised, best_fusion
 from dpro.search.tensor_fusion import Cuts, best_cuts, neighbours
+from dpro.trace.regions import REGIONS
 
 #: Any of them lets it be changed what is synchronised together.
 FUSION = frozenset({Knob.BUCKET_LIST, Knob.BUCKET_CAP, Knob.GROUPS})
@@ -114,13 +115,16 @@ def optimize(
     well, with the captured buckets and together with others (:mod:`dpro.search.op_fusion`).
 
     A parameter server job (``graph.info["ps"]``) has no buckets: its partitions are searched
-    (:mod:`dpro.search.tensor_partition`), and nothing else.
+    (:mod:`dpro.search.tensor_partition`), and nothing else. In a job of one process, which has none
+    either, regions are.
     """
     began = time.monotonic()
     if INFO in graph.info and knobs & PARTITION:
         from dpro.search.tensor_partition import search
 
         return search(graph, knobs=knobs, fingerprint=fingerprint, time_budget_s=time_budget_s, top=top)
+    if not graph.buckets and Knob.COMPILE_REGIONS in knobs:
+        return _unsynchronised(graph, fingerprint or {}, began, time_budget_s)
     nothing = _nothing_to_do(graph, knobs)
     if nothing:
         baseline_ms = replay(graph).makespan_ns / 1e6
@@ -171,6 +175,22 @@ def _nothing_to_do(graph: Graph, knobs: set[Knob]) -> str:
         except ValueError as error:
             return str(error)
     return ""
+
+
+def _unsynchronised(graph: Graph, fingerprint: dict[str, str], began: float, time_budget_s: float) -> SearchResult:
+    """A job of one process: which regions to compile is all there is to choose."""
+    times = Unsynchronised(graph, began + time_budget_s)
+    baseline_ns = times.replayed_ns(())
+    fusion, step_ns = best_fusion(graph, times, ())
+    found = [_with_regions(graph, None, (), fusion, step_ns, fingerprint, baseline_ns)] if step_ns < baseline_ns else []
+    known = graph.info.get(REGIONS, ())
+    return SearchResult(
+        baseline_ms=baseline_ns / 1e6,
+        candidates=found,
+        evaluations=times.evaluations,
+        seconds=time.monotonic() - began,
+        stopped="no improvement left" if known else "no layer was timed that XLA could compile",
+    )
 
 
 def _search_buckets(judge: Judge, knobs: set[Knob]) -> None:

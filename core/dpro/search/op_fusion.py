@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import time
+from typing import Protocol
+
 from dpro.graph.graph import Graph
 from dpro.passes.op_fusion import Fusion, OpFusion
 from dpro.passes.tensor_fusion import Grouping
-from dpro.search.judge import Judge
+from dpro.replay.engine import replay
 
 
-def best_fusion(graph: Graph, judge: Judge, groups: Grouping, start: Fusion = ()) -> tuple[Fusion, int]:
+class Times(Protocol):
+    """Says how long a step is; :class:`dpro.search.judge.Judge` does."""
+
+    def out_of_time(self) -> bool:
+        """Whether the time is up."""
+
+    def replayed_ns(self, grouping: Grouping) -> int:
+        """Of the graph as it is now, with ``grouping`` synchronised together."""
+
+
+class Unsynchronised:
+    """:class:`Times` of a job in which nothing is synchronised, until ``deadline_s`` (of ``time.monotonic()``)."""
+
+    def __init__(self, graph: Graph, deadline_s: float) -> None:
+        self._graph, self._deadline_s = graph, deadline_s
+        self.evaluations = 0
+
+    def out_of_time(self) -> bool:
+        return time.monotonic() >= self._deadline_s
+
+    def replayed_ns(self, grouping: Grouping) -> int:
+        self.evaluations += 1
+        return replay(self._graph).makespan_ns
+
+
+def best_fusion(graph: Graph, judge: Times, groups: Grouping, start: Fusion = ()) -> tuple[Fusion, int]:
     """``start`` and further regions, kind by kind as long as the step gets shorter; and the step that they give, ns.
 
     Of runs that share layers the one that saves more work comes first. A kind that saves work and makes the step longer
@@ -31,7 +59,7 @@ def best_fusion(graph: Graph, judge: Judge, groups: Grouping, start: Fusion = ()
     return chosen, best_ns
 
 
-def _step_ns(graph: Graph, judge: Judge, edit: OpFusion, fusion: Fusion, groups: Grouping) -> int:
+def _step_ns(graph: Graph, judge: Times, edit: OpFusion, fusion: Fusion, groups: Grouping) -> int:
     mark = edit.apply(graph, fusion)
     try:
         return judge.replayed_ns(groups)

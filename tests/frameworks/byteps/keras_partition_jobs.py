@@ -16,7 +16,7 @@ from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro_integrations.keras import trace
 from dpro_integrations.keras_byteps import KerasBytePSAdapter
-from dpro_integrations.keras_graph import name_of
+from dpro_integrations.keras_version import name_of
 from tests.frameworks.byteps import keras_job, sums
 from tests.frameworks.byteps.forced import SMALL, force
 from tests.frameworks.launch import QUICK
