@@ -4,6 +4,8 @@ PYTHON := $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 # Every framework, Horovod and BytePS; the slow builds are cached outside the checkout, once per machine.
 BACKENDS := .venv-backends
+# TensorFlow of today with Keras 3, for the tests of it.
+KERAS3 := .venv-keras3
 BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
 # --no-compile: what is never imported need not be compiled; that is most of torch.
@@ -38,6 +40,13 @@ $(BACKENDS)/.run: $(BUILT) tests/backends/build.py tests/backends/byteps_build.p
 	@$(PYTHON) tests/backends/build.py
 	@touch $@
 
+$(KERAS3)/.run:
+	@echo "[keras3] $(KERAS3): TensorFlow with Keras 3"
+	@$(PYTHON) -m venv $(KERAS3)
+	@$(KERAS3)/bin/python -m pip --disable-pip-version-check -qq install --no-compile \
+		tensorflow-cpu==2.21.0 numpy networkx cvxpy rich typer
+	@touch $@
+
 backends: $(BACKENDS)/.run
 
 testbed: $(VENV)/.run
@@ -46,7 +55,7 @@ testbed: $(VENV)/.run
 demo: $(VENV)/.run testbed
 	@$(BIN)/python -m benchmarks.demo
 
-test: $(VENV)/.dev $(BACKENDS)/.run testbed
+test: $(VENV)/.dev $(BACKENDS)/.run $(KERAS3)/.run testbed
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 check: $(VENV)/.dev
@@ -61,4 +70,4 @@ bench: $(VENV)/.run testbed
 	@$(BIN)/python -m benchmarks.testbed run --pin -- $(BIN)/python -m benchmarks.sweep
 
 clean:
-	@rm -rf $(VENV) $(BACKENDS) build dist *.egg-info core/*.egg-info core/dpro/*.so
+	@rm -rf $(VENV) $(BACKENDS) $(KERAS3) build dist *.egg-info core/*.egg-info core/dpro/*.so
