@@ -65,15 +65,16 @@ class KerasSingleAdapter(KerasAdapter):
     name = "keras"
 
     def __init__(self, tracing: Tracing, exchange: Exchange) -> None:
-        self._scopes = LayerScopes(tracing.model)
+        # Keras 2 has a layer's own code converted by AutoGraph, which does not look through what is put around it
+        self._scopes = LayerScopes(tracing.model) if KERAS3 else None
         try:
             super().__init__(tracing, exchange)
         except BaseException:
-            self._scopes.stop()
+            self._let_layers_go()
             raise
 
     def close(self) -> None:
-        self._scopes.stop()
+        self._let_layers_go()
         super().close()
 
     def capabilities(self) -> set[Knob]:
@@ -87,14 +88,14 @@ class KerasSingleAdapter(KerasAdapter):
         return self._draws_from_a_seed()
 
     def obstacle(self) -> str:
-        self._scopes.stop()
+        self._let_layers_go()
         return super().obstacle()
 
     def stop_capture(self) -> RankTrace:
         trace = super().stop_capture()
         trace.meta.rank, trace.meta.world_size = 0, 1
         trace.warnings = [line for line in trace.warnings if not line.startswith("messages on the wire")]
-        if KERAS3:
+        if self._scopes is not None:
             renamed, dataflow = self._scopes.renamed, trace.meta.extra["dataflow"]
             trace.names = [renamed(name) for name in trace.names]
             trace.meta.extra["dataflow"] = {renamed(op): [*map(renamed, inputs)] for op, inputs in dataflow.items()}
@@ -114,6 +115,10 @@ class KerasSingleAdapter(KerasAdapter):
         self._step.set(plan.sha256)
 
     # -- parts ---------------------------------------------------------------------------------
+
+    def _let_layers_go(self) -> None:
+        if self._scopes is not None:
+            self._scopes.stop()
 
     def _obstacle(self) -> str:
         return ""

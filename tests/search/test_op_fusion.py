@@ -61,3 +61,16 @@ def test_regions_and_groups_go_together() -> None:
     assert best.plan.compile_regions == ["a", "b"]
     assert best.plan.tensor_groups == [["b/kernel", "a/kernel"]]
     assert any(c.plan.tensor_groups is None and c.plan.compile_regions for c in result.candidates)
+
+
+def test_a_job_that_synchronises_nothing_has_regions_to_choose() -> None:
+    # 1 + 1 ms forward, 2 + 1 ms backward, one process; b compiled takes half of its 2 ms, a twice its 3
+    graph = keras_graph({"a": 1, "b": 1}, {"a": 2, "b": 1}, {}, [region("a", 2, 2), region("b", 0.5, 0.5)], ranks=1)
+    result = optimize(graph, knobs={Knob.COMPILE_REGIONS}, fingerprint={"model": "m"})
+    assert result.baseline_ms == pytest.approx(5)
+    (best,) = result.candidates
+    assert best.plan.compile_regions == ["b"]
+    assert best.predicted_ms == pytest.approx(4)
+    assert best.plan.settings() == {"compile_regions": ["b"]}
+    nothing = keras_graph({"a": 1}, {"a": 1}, {}, [], ranks=1)
+    assert optimize(nothing, knobs={Knob.COMPILE_REGIONS}).stopped == "no layer was timed that XLA could compile"

@@ -14,6 +14,7 @@ from mxnet import autograd, gluon
 
 from dpro.errors import PlanError
 from dpro.plan import Plan
+from dpro_integrations import byteps_partitions
 from dpro_integrations.mxnet_byteps import BytePSMXNetAdapter
 from tests.frameworks.byteps import mxnet_job, sums
 from tests.frameworks.byteps.forced import SMALL, force
@@ -265,4 +266,14 @@ def tuned(plan: bool, kept: bool, runs: str, steps: int = 50) -> dict[str, Any]:
         start = tuner.outcome.at_start()
         told |= {"verdict": tuner.outcome.verdict.name, "reason": tuner.outcome.reason}
         told["start"] = start[1].partition_bytes if start else 0
-    return told | {"left": attached(trainer) == before, "under": attached(trainer)[1]}
+    told |= {"left": attached(trainer) == before, "under": attached(trainer)[1]}
+    if tuner is not None:
+        tuner.adapter.revert()  # what comes next in this process finds the job's own bound
+    return told
+
+
+def several(calls: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """What these functions return, one after the other in this process: a job takes seconds to start."""
+    # each has trainers of its own, with bounds that nobody else uses
+    byteps_partitions.MOST_BOUNDS, byteps_partitions.MOST_GRADIENTS = 40, 64
+    return [globals()[name](**arguments) for name, arguments in calls]

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from benchmarks.testbed import Testbed
 from tests.frameworks.byteps import sums
 from tests.frameworks.byteps.launch import begin
@@ -24,9 +22,11 @@ def run(function: str, folder: Path, **arguments: Any) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_sums_are_right_before_under_and_after_plans(tmp_path: Path) -> None:
-    """Every element on every rank in every round; plans that don't fit change nothing."""
-    for one in run("sums_under_plans", tmp_path, rounds=4):
+def test_sums_are_right_and_what_is_kept_trains_to_the_same_bits(tmp_path: Path) -> None:
+    """Every element on every rank in every round; plans that don't fit change nothing. Then :func:`judged`."""
+    calls = [("sums_under_plans", {"rounds": 4}), *tunings(tmp_path, kept=True)]
+    told = run("several", tmp_path, calls=calls)
+    for one, *_ in told:
         assert one["wrong"] == []
         assert one["checks"] == 4 * 7 * len(sums.ELEMENTS)
         seen = dict(one["seen"])
@@ -34,16 +34,25 @@ def test_sums_are_right_before_under_and_after_plans(tmp_path: Path) -> None:
         assert seen["small"][2] == 16384 and seen["large"][2] == 131072
         assert len(one["foreign"]) == 5 and "accepted" not in one["foreign"]
         assert one["error"] == ""
+    judged([results[1:] for results in told], kept=True)
 
 
-@pytest.mark.parametrize("fp16", [False, True], ids=["kept", "fp16, rolled back"])
-def test_fit_is_recorded_searched_and_tuned_as_it_runs(fp16: bool, tmp_path: Path) -> None:
+def test_what_is_rolled_back_with_fp16_trains_to_the_same_bits(tmp_path: Path) -> None:
+    """See :func:`judged`."""
+    judged(run("several", tmp_path, calls=tunings(tmp_path, kept=False, fp16=True)), kept=False)
+
+
+def tunings(folder: Path, **given: Any) -> list[tuple[str, dict[str, Any]]]:
+    """``fit`` without dpro, then with it: what is kept stays in force."""
+    return [("tuned", {**given, "dpro": dpro, "runs": str(folder / "runs")}) for dpro in (False, True)]
+
+
+def judged(told: list[list[Any]], kept: bool) -> None:
     """Weights are those of a job without dpro, on both ranks; what is kept can be set when the next job starts."""
-    told = run("tuned", tmp_path / "with", kept=not fp16, dpro=True, runs=str(tmp_path / "runs"), fp16=fp16)
-    alone = run("tuned", tmp_path / "without", kept=True, dpro=False, runs=str(tmp_path / "runs"), fp16=fp16)
-    assert alone[0]["weights"] == alone[1]["weights"]
-    for one, other in zip(told, alone, strict=True):
-        assert one["verdict"] == ("ROLLED_BACK" if fp16 else "KEPT"), one["reason"]
-        assert one["weights"] == other["weights"]
-        assert one["shutdown"]
-        assert bool(one["start"]) == (not fp16)
+    (alone, _), (other_alone, _) = told
+    assert alone["weights"] == other_alone["weights"]
+    for without, tuned in told:
+        assert tuned["verdict"] == ("KEPT" if kept else "ROLLED_BACK"), tuned["reason"]
+        assert tuned["weights"] == without["weights"]
+        assert tuned["shutdown"]
+        assert bool(tuned["start"]) == kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ KERAS = ROOT / "tests" / "frameworks" / "scripts" / "unchanged_byteps_keras.py"
 EXAMPLES = [ROOT / "examples" / "byteps_mxnet.py", ROOT / "examples" / "byteps_keras.py"]
 #: 256 x 256 floats are 262,144 bytes
 PARTITION_BYTES = 65536
+Without = Callable[[Path, pytest.CaptureFixture[str]], str]
 
 
 def job(
@@ -42,6 +44,19 @@ def job(
     return out
 
 
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Without:
+    """Output of a script without dpro; of one job each."""
+    outputs: dict[Path, str] = {}
+
+    def output(script: Path, capfd: pytest.CaptureFixture[str]) -> str:
+        if script not in outputs:
+            outputs[script] = job(tmp_path_factory.mktemp("scripts") / "without", capfd, script)
+        return outputs[script]
+
+    return output
+
+
 def plan_for(folder: Path, layers: int, prefix: str = "net_") -> str:
     file = folder / "plan.json"
     Plan(partitions={f"{prefix}dense{k}_weight": 4 * PARTITION_BYTES for k in range(layers)}).save(file)
@@ -53,12 +68,12 @@ def weights(output: str) -> list[str]:
 
 
 def test_an_unchanged_script_with_a_plan_trains_to_the_same_bits(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], without: Without
 ) -> None:
-    without = job(tmp_path / "without", capfd)
+    alone = without(SCRIPT, capfd)
     found = job(tmp_path / "with", capfd, DPRO="apply", DPRO_PLAN=plan_for(tmp_path, 3))
-    assert len(weights(without)) == 2
-    assert weights(found) == weights(without)
+    assert len(weights(alone)) == 2
+    assert weights(found) == weights(alone)
     assert "dpro: trying given plan" in found and "stepped aside" not in found
     (run,) = (tmp_path / "with" / "runs").iterdir()
     assert json.loads((run / "outcome.json").read_text())["verdict"] in {"KEPT", "ROLLED BACK"}
@@ -66,13 +81,13 @@ def test_an_unchanged_script_with_a_plan_trains_to_the_same_bits(
 
 @pytest.mark.parametrize("script", [SCRIPT, KERAS], ids=["mxnet", "keras"])
 def test_an_unchanged_script_is_tuned_and_trains_to_the_same_bits(
-    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], without: Without
 ) -> None:
     """Recorded, searched and judged as it runs: in each captured step a push and a pull of every partition."""
-    without = job(tmp_path / "without", capfd, script)
+    alone = without(script, capfd)
     found = job(tmp_path / "with", capfd, script, DPRO="apply", DPRO_CAPTURE_STEPS="3")
-    assert len(weights(without)) == 2
-    assert weights(found) == weights(without)
+    assert len(weights(alone)) == 2
+    assert weights(found) == weights(alone)
     assert "stepped aside" not in found
     (run,) = (tmp_path / "with" / "runs").iterdir()
     assert json.loads((run / "outcome.json").read_text())["verdict"] in {"KEPT", "ROLLED BACK", "NO BETTER PLAN"}
