@@ -47,7 +47,7 @@ def test_an_unchanged_keras_script_is_tuned_and_trains_to_the_same_bits(ranks: H
     assert len(weights(without)) == 2
     assert weights(found) == weights(without)
     assert "dpro" not in without.replace(str(ROOT), "")
-    assert "dpro: profiling steps 7 to 9 of 2 ranks" in found
+    assert "dpro: profiling steps 10 to 12 of 2 ranks" in found
     assert verdict(tmp_path / "with") in MEASURED, found
 
 
