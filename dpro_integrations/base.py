@@ -17,7 +17,7 @@ from dpro.session import Session
 from dpro.settings import Settings
 from dpro.tuner import describe
 
-__all__ = ["Adapter", "Knob", "before_call", "before_the_meeting", "step_aside"]
+__all__ = ["Adapter", "Knob", "before_call", "before_the_meeting", "put_on", "step_aside"]
 
 
 def before_the_meeting() -> Settings:
@@ -52,6 +52,23 @@ def before_call(name: str, modules: Sequence[ModuleType], first: Callable[[], No
             if getattr(module, name) is wrapper:  # else somebody patched on top of us
                 setattr(module, name, original)
 
+    return undo
+
+
+def put_on(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Put ``value`` on the object itself, past what its class makes of setting. Returns the undo."""
+    had, own = name in vars(owner), vars(owner).get(name)
+
+    def undo() -> None:
+        # somebody may have patched on top of us: his patch then still works, and calls ours
+        if vars(owner).get(name) is not value:
+            return
+        if had:
+            vars(owner)[name] = own
+        else:
+            del vars(owner)[name]
+
+    vars(owner)[name] = value
     return undo
 
 

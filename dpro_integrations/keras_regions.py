@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow import keras
 
 from dpro.errors import PlanError
+from dpro_integrations.base import put_on
 from dpro_integrations.keras_graph import Collection, nodes_of, traced_functions
 from dpro_integrations.keras_version import dtype_of, in_training, inner_layers, shape_of, value_of
 
@@ -108,7 +109,6 @@ class _Wrapped:
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-        self._own = vars(layer).get("call")
         self._original = layer.call
         self.called: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._function = tf.function(self._scoped)
@@ -120,20 +120,12 @@ class _Wrapped:
             self.called = tf.nest.map_structure(_spec, (args, kwargs))
             return self._function(*args, **kwargs)
 
-        self._call = tf.autograph.experimental.do_not_convert(call)
-        vars(layer)["call"] = self._call
+        #: lets the layer go
+        self.remove = put_on(layer, "call", tf.autograph.experimental.do_not_convert(call))
 
     def _scoped(self, *args: Any, **kwargs: Any) -> Any:
         with tf.xla.experimental.jit_scope(compile_ops=True, separate_compiled_gradients=True):
             return self._original(*args, **kwargs)
-
-    def remove(self) -> None:
-        if vars(self._layer).get("call") is not self._call:  # somebody patched on top of us
-            return
-        if self._own is None:
-            del vars(self._layer)["call"]
-        else:
-            vars(self._layer)["call"] = self._own
 
     def draws(self) -> str:
         """An op in it that draws random numbers; "" none."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from dpro_integrations.base import put_on
 from dpro_integrations.keras_regions import layers_of
 
 #: What TensorFlow puts before the names of a function's ops where it is called, and the tape before its backward pass.
@@ -45,7 +46,7 @@ class LayerScopes:
         return op
 
     def _look(self, layer: Any, name: str) -> Callable[[], None]:
-        own, original = vars(layer).get("call"), layer.call
+        original = layer.call
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # of several calls the first: ops of two would have the same names
@@ -53,15 +54,4 @@ class LayerScopes:
                 self._scopes[tf.get_current_name_scope()] = name
             return original(*args, **kwargs)
 
-        wrapper = tf.autograph.experimental.do_not_convert(call)
-        vars(layer)["call"] = wrapper
-
-        def undo() -> None:
-            if vars(layer).get("call") is not wrapper:  # somebody patched on top of us
-                return
-            if own is None:
-                del vars(layer)["call"]
-            else:
-                vars(layer)["call"] = own
-
-        return undo
+        return put_on(layer, "call", tf.autograph.experimental.do_not_convert(call))

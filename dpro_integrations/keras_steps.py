@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow import keras
 
+from dpro_integrations.base import put_on
 from dpro_integrations.keras_graph import distributed_optimizer
 
 #: What Keras asks a model for before it evaluates or predicts.
@@ -140,20 +141,8 @@ def before_other_work(model: Any, skipped: Callable[[], None]) -> Callable[[], N
 
 def _wrap(model: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
     """Put ``make(original)`` on the object ``model`` as ``name``, past Keras' tracking. Returns the undo."""
-    own = vars(model).get(name)
-    wrapper = functools.wraps(getattr(model, name))(make(getattr(model, name)))
-
-    def undo() -> None:
-        # somebody may have patched on top of us: his patch then still works, and calls ours
-        if vars(model).get(name) is not wrapper:
-            return
-        if own is None:
-            del vars(model)[name]
-        else:
-            vars(model)[name] = own
-
-    vars(model)[name] = wrapper
-    return undo
+    original = getattr(model, name)
+    return put_on(model, name, functools.wraps(original)(make(original)))
 
 
 def _nothing() -> None:
