@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from dpro.errors import DproError
-from dpro_integrations import byteps_partitions
+from dpro_integrations import byteps_nodes, byteps_partitions
 from dpro_integrations.base import before_the_meeting
 from dpro_integrations.byteps_partitions import MEETING_NUMBER, Bounds
 from dpro_integrations.exchange import StoreExchange
@@ -50,6 +50,7 @@ def meet(
         DproError: the ranks did not come, or this BytePS keeps its settings elsewhere than dpro knows.
     """
     timeout_s = before_the_meeting().timeout_s
+    byteps_nodes.nodes()
     name = f"dpro_meet_{tag}"
     try:
         bounds.declare(name, MEETING_NUMBER + int(tag))

@@ -20,6 +20,7 @@ from typing import Any
 from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro.trace.byteps import DEFAULT_PARTITION_BYTES, MAX_PARTS, PAGE_BYTES, aligned, cut
+from dpro_integrations import byteps_nodes
 from dpro_integrations.byteps_trace import MOST_PARTS
 
 #: Bounds that a process may try. Each costs as much memory as all gradients together: once in every worker, and once
@@ -204,7 +205,10 @@ def plan_to_record(fingerprint: dict[str, str], known: Mapping[str, int], bounds
 def told(bounds: Bounds, in_force: int) -> dict[str, Any]:
     """:class:`dpro.trace.byteps.Settings` of the job, as JSON. ``in_force``: the bound, 0 the job's own."""
     own = bounds.own
+    node, server_nodes = byteps_nodes.nodes()
     return {
+        "node": node,
+        "server_nodes": list(server_nodes),
         "workers": int(os.environ["DMLC_NUM_WORKER"]),
         "servers": int(os.environ.get("DMLC_NUM_SERVER", "1")),
         "partition_bytes": in_force or own,
