@@ -1,7 +1,8 @@
 """What tuning is worth: dpro's plan against the library's default, the best of a sweep, and Horovod's autotune.
 
 A cell is one job. dpro's real tuner runs in it to its verdict; then the default settings, dpro's plan and a sweep of
-uniform buckets (Horovod: uniform groups, in the order gradients become ready; BytePS: one partition size) take turns.
+uniform buckets take turns (Horovod: uniform groups, in the order gradients become ready; BytePS: one partition size as
+its own setting has it, and one with four partitions on their way at once).
 ``tuned`` is what dpro left in force: the default settings, timed once more, where its verdict was that nothing is
 better.
 
@@ -54,8 +55,11 @@ from dpro.errors import DproError
 from dpro.plan import Plan
 
 SWEEP_MIB = (0.5, 1, 2, 4, 8, 16)
-#: BytePS's own bound, 4,096,000 bytes, among them.
-SWEEP_PARTITIONS_MIB = (0.0625, 0.25, 1, 3.90625, 16)
+#: Of partitions, all of which may be on their way at once, as BytePS has it (its own bound is 3.90625).
+SWEEP_PARTITIONS_MIB = (0.25, 1)
+#: Of partitions of which :data:`AT_ONCE` are.
+SWEEP_FLOWS_MIB = (0.0625, 0.25, 0.5, 1, 2, 3.90625)
+AT_ONCE = 4
 DEFAULT, TUNED = "default", "tuned"
 _MIB = 2**20
 _PAGE = 4096
@@ -92,6 +96,13 @@ def uniform_plan(comm: str, ready: list[tuple[str, int]], cap_mib: float) -> Pla
     return Plan(tensor_groups=[group for group in groups if group])
 
 
+def flow_plan(ready: list[tuple[str, int]], part_mib: float) -> Plan:
+    """Partitions of that size, :data:`AT_ONCE` of them on their way at once; ``ready`` as for :func:`uniform_plan`."""
+    nbytes = _pages(part_mib * _MIB)
+    names = [name for name, _ in ready]
+    return Plan(partitions=dict.fromkeys(names, nbytes), in_flight_bytes=AT_ONCE * nbytes, push_order=names)
+
+
 def _pages(nbytes: float) -> int:
     """BytePS cuts at whole pages."""
     return math.ceil(nbytes / _PAGE) * _PAGE
@@ -113,6 +124,8 @@ def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, 
     caps = [cap for cap in args.sweep_mib or usual if cap < total_mib]
     sweep = {f"{cap:g} MiB": uniform_plan(jobs.comm, ready, cap).dumps() for cap in caps}
     sweep["all in one"] = uniform_plan(jobs.comm, ready, total_mib + 1).dumps()
+    if comms.COMMS[jobs.comm].sets == "partitions" and not args.sweep_mib:
+        sweep |= {f"{cap:g} MiB, {AT_ONCE} at once": flow_plan(ready, cap).dumps() for cap in SWEEP_FLOWS_MIB}
     times_ms = _arms(job, {DEFAULT: None, TUNED: kept}, sweep, args.rounds, args)
     medians = {arm: statistics.median(times) for arm, times in times_ms.items()}
     best = min(sweep, key=medians.__getitem__)

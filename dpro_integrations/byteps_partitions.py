@@ -14,12 +14,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 from dpro.errors import PlanError
 from dpro.plan import Plan
-from dpro.trace.byteps import DEFAULT_PARTITION_BYTES, MAX_PARTS, PAGE_BYTES, aligned, cut
+from dpro.trace.byteps import DEFAULT_PARTITION_BYTES, FIRST_NUMBER, MAX_PARTS, PAGE_BYTES, aligned, cut
 from dpro_integrations import byteps_nodes
 from dpro_integrations.byteps_trace import MOST_PARTS
 
@@ -30,8 +30,7 @@ MOST_BOUNDS = 5
 _SYMBOL = "_ZN6byteps6common12BytePSGlobal16_partition_bytesE"
 #: ``unsigned int next_key_``
 _COUNTER = "_ZN6byteps6common9next_key_E"
-#: Numbers of dpro's: those of gradients, by bound, then those of meetings.
-FIRST_NUMBER = 1 << 15
+#: Names of dpro's have numbers from :data:`FIRST_NUMBER` on: those of gradients, by bound, then those of meetings.
 MOST_GRADIENTS = 4096
 MEETING_NUMBER = FIRST_NUMBER + MOST_BOUNDS * MOST_GRADIENTS
 _MODULES = {"byteps.mxnet", "byteps.tensorflow", "byteps.torch"}
@@ -56,6 +55,8 @@ def credit() -> int:
 class Bounds:
     """The bounds of one library of BytePS', and of one set of gradients.
 
+    What has names of its own is a bound, bytes, or whatever else gradients are cut by.
+
     Args:
         library: the plugin's.
         declare: declares a name to it.
@@ -64,10 +65,10 @@ class Bounds:
 
     def __init__(self, library: ctypes.CDLL, declare: Callable[[str], None], local_size: int) -> None:
         self._library, self._declare, self._local_size = library, declare, local_size
-        self._suffixes: dict[int, str] = {}  # bound -> what its names end with
-        self._firsts: dict[int, int] = {}  # bound -> number of its first name
+        self._suffixes: dict[Hashable, str] = {}  # bound -> what its names end with
+        self._firsts: dict[Hashable, int] = {}  # bound -> number of its first name
         #: by bound: rounds that its names have made
-        self.rounds: dict[int, int] = {}
+        self.rounds: dict[Hashable, int] = {}
 
     @property
     def own(self) -> int:
@@ -107,15 +108,15 @@ class Bounds:
             return f"BytePS' bound reads {now}, not {expected} as its environment says"
         return ""
 
-    def suffix(self, bound: int) -> str:
+    def suffix(self, bound: Hashable) -> str:
         """What names under ``bound`` end with; "" for the job's own names."""
         return self._suffixes.get(bound, "")
 
-    def room(self, bound: int) -> bool:
+    def room(self, bound: Hashable) -> bool:
         """Whether ``bound`` may still be tried."""
         return bound in self._suffixes or _made < MOST_BOUNDS
 
-    def reserve(self, bound: int) -> bool:
+    def reserve(self, bound: Hashable) -> bool:
         """Give ``bound`` names and numbers; whether it is new. On all workers in the same order."""
         global _made
         if bound in self._suffixes:
@@ -126,7 +127,7 @@ class Bounds:
         self.rounds[bound] = 0
         return True
 
-    def name(self, bound: int, name: str, place: int) -> str:
+    def name(self, bound: Hashable, name: str, place: int) -> str:
         """Declare the ``place``-th gradient, ``name`` to the job, under ``bound``; its name there."""
         renamed = name + self._suffixes[bound]
         self.declare(renamed, self._firsts[bound] + place)

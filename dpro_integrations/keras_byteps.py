@@ -2,6 +2,7 @@
 
 How a job gets a tuner is in ``keras``. What BytePS' optimizer pushes has a name that is baked into the train step when
 it is traced: names of another bound (``byteps_partitions``) come with a train step of their own (``keras_retrace``).
+So do the parts of a flow (``byteps_flow``): slices of gradients, whose pushes have other sums for control inputs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dpro.trace.byteps import SETTINGS, with_comm
 from dpro.trace.model import RankTrace
 from dpro_integrations import byteps_exchange, byteps_partitions, byteps_trace
 from dpro_integrations.base import before_call
+from dpro_integrations.byteps_flow import Flow, flow_of
 from dpro_integrations.byteps_partitions import MOST_GRADIENTS, Bounds
 from dpro_integrations.byteps_start import started_with
 from dpro_integrations.byteps_trace import OwnTrace
@@ -86,6 +88,7 @@ class KerasBytePSAdapter(KerasAdapter):
         self._bounds = _bounds()
         self._place = bps.rank(), bps.size()
         self._own_bound = self._now = 0  # the job's bound while another is in force; that one
+        self._flow: Flow | None = None
         self._pushed: dict[int, list[_Pushed]] = {}  # by bound, in the optimizer's order
         self._trace: OwnTrace | None = None
         self._to_record: Plan | None = None
@@ -98,10 +101,10 @@ class KerasBytePSAdapter(KerasAdapter):
     # -- what can be done here -----------------------------------------------------------------
 
     def capabilities(self) -> set[Knob]:
-        return set() if self.why_not() else {Knob.PARTITION_BOUND}
+        return set() if self.why_not() else {Knob.PARTITION_BOUND, Knob.IN_FLIGHT}
 
     def why_not(self) -> str:
-        if self._now:
+        if self._now or self._flow is not None:
             return ""
         if byteps_trace.is_the_jobs():
             return "the job has BytePS record itself (BYTEPS_TRACE_ON)"
@@ -163,10 +166,20 @@ class KerasBytePSAdapter(KerasAdapter):
         return super().obstacle()
 
     def prepare(self, plan: Plan) -> None:
-        self._prepared(plan)
+        if plan.in_flight_bytes is not None:
+            self._flowing(plan)
+        else:
+            self._prepared(plan)
 
     def apply(self, plan: Plan) -> None:
+        if plan.in_flight_bytes is not None:
+            flow = self._flowing(plan)
+            self._leave_bound()
+            self._step.set(_key(flow))
+            self._flow = flow
+            return
         bound = self._prepared(plan)
+        self._flow = None
         if not self._now:
             self._own_bound = self._bounds.now
         self._step.set(str(bound))
@@ -180,6 +193,17 @@ class KerasBytePSAdapter(KerasAdapter):
     def revert(self) -> None:
         self._end_trace()
         super().revert()
+        self._leave_bound()
+        self._flow = None
+
+    def close(self) -> None:
+        self._end_trace()
+        super().close()
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _leave_bound(self) -> None:
+        """The job's own bound is in force."""
         unpatch, self._unpatch = self._unpatch, None
         if unpatch is not None:
             unpatch()
@@ -187,11 +211,14 @@ class KerasBytePSAdapter(KerasAdapter):
             self._bounds.now = self._own_bound
             self._now = 0
 
-    def close(self) -> None:
-        self._end_trace()
-        super().close()
-
-    # -- parts ---------------------------------------------------------------------------------
+    def _flowing(self, plan: Plan) -> Flow:
+        """What is to go how under ``plan``; there is a train step for it. Raises as :meth:`_prepared`."""
+        reduced = self._check_fit(plan, {"partitions", "in_flight_bytes", "push_order"})
+        flow = flow_of(plan, self._sizes(), self._bounds)
+        self._bounds.reserve(flow.key)
+        names = [name_of(variable) for variable in reduced]
+        self._step.make(_key(flow), lambda _: self._in_order(flow, names), [], reduced)
+        return flow
 
     def _prepared(self, plan: Plan) -> int:
         """The bound that is to be in force under ``plan``; there is a train step for it.
@@ -223,6 +250,53 @@ class KerasBytePSAdapter(KerasAdapter):
 
         plain: Callable[[Any], Any] = tf.autograph.experimental.do_not_convert(aggregate)
         return plain
+
+    def _in_order(self, flow: Flow, names: list[str]) -> Callable[[Any], Any]:
+        """What reduces the gradients ``names`` as BytePS' optimizer does, but sends them by ``flow``.
+
+        BytePS' own method is called twice: first it tells what it would push, then it gets what came of that.
+        """
+        optimizer = self._optimizer
+
+        def under(push: Callable[..., Any], grads_and_vars: Any) -> Any:
+            undo = _patched(push)
+            try:
+                return type(optimizer)._aggregate_gradients(optimizer, grads_and_vars)
+            finally:
+                undo()
+
+        def aggregate(grads_and_vars: Any) -> Any:
+            pairs = list(grads_and_vars)
+            told: list[tuple[Any, str]] = []
+
+            def tell(tensor: Any, scope: str = "", name: str | None = None) -> Any:
+                told.append((tensor, scope + (name or f"BytePSPushPull_{ops._normalize_name(tensor.name)}")))
+                return tensor
+
+            under(tell, pairs)
+            if len(told) != len(names):
+                raise PlanError("traced anew, the train step reduces other gradients")
+            sums = iter(self._send(flow, dict(zip(names, told, strict=True))))
+            return under(lambda *_, **__: next(sums), pairs)
+
+        plain: Callable[[Any], Any] = tf.autograph.experimental.do_not_convert(aggregate)
+        return plain
+
+    def _send(self, flow: Flow, given: dict[str, tuple[Any, str]]) -> list[Any]:
+        """The sums of ``given`` (tensor and BytePS' name, by variable), in its order."""
+        parts: list[Any] = []
+        for at, piece in enumerate(flow.pieces):
+            tensor, name = given[piece.gradient]
+            size = tensor.dtype.size
+            part = tensor if piece.whole else tf.reshape(tensor, [-1])[piece.begin // size : piece.end // size]
+            renamed = self._bounds.name(flow.key, f"{name}.{piece.number}", at)
+            with tf.control_dependencies([parts[k] for k in flow.waits[at]]):
+                parts.append(ops.C_LIB.byteps_push_pull(part, input_name=renamed))
+        sums = []
+        for gradient, (tensor, _) in given.items():
+            mine = [parts[at] for at in flow.of(gradient)]
+            sums.append(mine[0] if len(mine) == 1 else tf.reshape(tf.concat(mine, 0), tensor.shape))
+        return sums
 
     def _push(self, bound: int, pushed: list[_Pushed], tensor: Any, scope: str = "", name: str | None = None) -> Any:
         """In the place of ``byteps.tensorflow.ops._push_pull``, while the step is traced."""
@@ -272,6 +346,11 @@ class KerasBytePSAdapter(KerasAdapter):
 
     def _graphs(self) -> list[StepGraph]:
         return self._recorded
+
+
+def _key(flow: Flow) -> str:
+    """Of the train step under a flow."""
+    return f"flow {hash(flow)}"
 
 
 def _bounds() -> Bounds:

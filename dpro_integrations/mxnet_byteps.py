@@ -18,7 +18,7 @@ import byteps.mxnet as bps
 import mxnet as mx
 import numpy as np
 from byteps.mxnet import ops
-from byteps.mxnet.compression import FP16Compressor
+from byteps.mxnet.compression import FP16Compressor, NoneCompressor
 
 from dpro.adapter import Exchange, Knob
 from dpro.errors import PlanError, TraceError
@@ -27,6 +27,7 @@ from dpro.settings import Settings
 from dpro.trace.byteps import SETTINGS, Comm, read, with_comm
 from dpro.trace.model import RankTrace
 from dpro_integrations import byteps_exchange, byteps_partitions, byteps_trace
+from dpro_integrations.byteps_flow import Flow, flow_of
 from dpro_integrations.byteps_partitions import MOST_GRADIENTS
 from dpro_integrations.byteps_start import started_with
 from dpro_integrations.byteps_trace import OwnTrace
@@ -82,10 +83,12 @@ class BytePSMXNetAdapter(GluonAdapter):
     def capabilities(self) -> set[Knob]:
         if self.why_not():
             return set()
-        return {Knob.PARTITION_BYTES} if byteps_trace.is_the_jobs() else {Knob.PARTITION_BOUND}
+        if byteps_trace.is_the_jobs():
+            return {Knob.PARTITION_BYTES}
+        return {Knob.PARTITION_BOUND} if self._compresses() else {Knob.PARTITION_BOUND, Knob.IN_FLIGHT}
 
     def why_not(self) -> str:
-        if self._partitions.in_force:
+        if self._partitions.changed:
             return ""
         trainer = self._trainer
         if not reduces_as_stock(trainer):
@@ -119,9 +122,15 @@ class BytePSMXNetAdapter(GluonAdapter):
         super().start_capture()
 
     def prepare(self, plan: Plan) -> None:
-        self._bound(plan)
+        if plan.in_flight_bytes is not None:
+            self._flow(plan)
+        else:
+            self._bound(plan)
 
     def apply(self, plan: Plan) -> None:
+        if plan.in_flight_bytes is not None:
+            self._partitions.send(self._flow(plan))
+            return
         bound = self._bound(plan)
         self._partitions.set(bound)
         if self._trace is not None and plan == self._to_record:
@@ -151,6 +160,19 @@ class BytePSMXNetAdapter(GluonAdapter):
         if byteps_trace.is_the_jobs():
             raise PlanError("while BYTEPS_TRACE_ON is set, BytePS can crash where there are several partitions")
         return self._bounds.of(plan, self._sizes())
+
+    def _flow(self, plan: Plan) -> Flow:
+        """As :meth:`_bound`, of a plan with ``in_flight_bytes``."""
+        self._check_fit(plan, {"partitions", "in_flight_bytes", "push_order"})
+        if reason := self.why_not():
+            raise PlanError(f"how gradients go can't be changed here: {reason}")
+        if self._compresses():
+            raise PlanError("the trainer compresses gradients one by one as it pushes them")
+        return flow_of(plan, self._sizes(), self._bounds)
+
+    def _compresses(self) -> bool:
+        """Whether what is pushed is not the gradients themselves."""
+        return any(type(made) is not NoneCompressor for made in self._trainer._intra_compressors.values())
 
     def _sizes(self) -> dict[str, int]:
         """Bytes of every gradient as it is pushed, by its parameter's name."""

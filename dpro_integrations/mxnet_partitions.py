@@ -2,12 +2,15 @@
 
 Another bound comes with names of its own for the gradients (``gradient_3~1``, see ``byteps_partitions``); while it is
 in force, what the job pushes under other names is cut by the job's own bound, alone.
+
+A flow (``byteps_flow``) leaves the bound as it is. The trainer's own method is called as ever, and what it would push
+is pushed when it is through, part by part: the parts of a gradient are arrays of dpro's, copied from it and back.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +21,14 @@ from byteps.mxnet import ops
 from mxnet.base import _LIB, c_str, check_call
 
 from dpro_integrations import mxnet_engine
+from dpro_integrations.byteps_flow import Flow, Piece
 from dpro_integrations.byteps_partitions import Bounds
 from dpro_integrations.mxnet_steps import reduced
 
 _PUSH = "byteps_mxnet_push_pull_async"
 PREFIX = "gradient_"
+#: Whether pieces of a gradient on a CPU have its memory.
+SHARES_MEMORY = True
 
 
 def reduces_as_stock(trainer: Any) -> bool:
@@ -53,10 +59,18 @@ class Partitions:
         self.bounds = bounds()
         self._own = 0  # the job's bound, while another is in force
         self._now = 0
-        self._wanted = 0
+        self._wanted: int | Flow | None = None
         self._pushed: set[bytes] = set()
         self._renaming = False
+        self._flow: Flow | None = None
+        self._given: dict[bytes, tuple[Any, Any]] = {}  # under a flow: by name, array and what else the trainer gave
+        self._cuts: dict[Hashable, dict[str, _Cut]] = {}  # by a flow's key and the gradient's parameter
         self._stock: Any = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether a bound or a flow was put in force."""
+        return bool(self._now) or self._flow is not None
 
     @property
     def in_force(self) -> int:
@@ -71,15 +85,28 @@ class Partitions:
         """
         if bound == self._now:
             return
+        if self._flow is not None:
+            self.clear()
         self._wanted = bound
         _settle()
         self._declare(bound)
         if not self._now:
             self._own = self.bounds.now
-            self._stock = getattr(ops.MXNET_LIB_CTYPES, _PUSH)
-            setattr(ops.MXNET_LIB_CTYPES, _PUSH, self._push)
-            self._trainer._allreduce_grads = self._allreduce_grads
+            self._attach()
         self._now = self.bounds.now = bound
+
+    def send(self, flow: Flow) -> None:
+        """Put ``flow``, of the gradients by their parameters' names, in force; as :meth:`set`."""
+        if flow == self._flow:
+            return
+        if self._now:
+            self.clear()
+        self._wanted = flow
+        _settle()
+        self._declare(flow)
+        if self._flow is None:
+            self._attach()
+        self._flow = flow
 
     def clear(self) -> None:
         """Back to the job's bound and names.
@@ -87,14 +114,15 @@ class Partitions:
         Where :meth:`set` failed its names are declared now: they have been on the other workers, and those of the next
         bound must have the same ones everywhere.
         """
-        wanted, self._wanted = self._wanted, 0
-        if wanted:
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None:
             self._declare(wanted)
-        if not self._now:
+        if not self.changed:
             return
         _settle()
-        self.bounds.now = self._own
-        self._now = 0
+        if self._now:
+            self.bounds.now = self._own
+        self._now, self._flow = 0, None
         if getattr(ops.MXNET_LIB_CTYPES, _PUSH) == self._push:  # else somebody wrapped ours, which passes on
             setattr(ops.MXNET_LIB_CTYPES, _PUSH, self._stock)
         if vars(self._trainer).get("_allreduce_grads") == self._allreduce_grads:
@@ -102,35 +130,88 @@ class Partitions:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _declare(self, bound: int) -> None:
-        if self.bounds.reserve(bound):
-            for place, _ in reduced(self._trainer):
-                self.bounds.name(bound, f"{PREFIX}{place}", place)
+    def _attach(self) -> None:
+        self._stock = getattr(ops.MXNET_LIB_CTYPES, _PUSH)
+        setattr(ops.MXNET_LIB_CTYPES, _PUSH, self._push)
+        self._trainer._allreduce_grads = self._allreduce_grads
+
+    def _declare(self, wanted: int | Flow) -> None:
+        """Names, and what else there has to be before the first step under it."""
+        parameters = {parameter.name: (place, parameter) for place, parameter in reduced(self._trainer)}
+        if isinstance(wanted, Flow):
+            if self.bounds.reserve(wanted.key):
+                for at, piece in enumerate(wanted.pieces):
+                    self.bounds.name(wanted.key, f"{PREFIX}{parameters[piece.gradient][0]}.{piece.number}", at)
+            if wanted.key not in self._cuts:
+                pieces: dict[str, list[Piece]] = {}
+                for piece in wanted.pieces:
+                    pieces.setdefault(piece.gradient, []).append(piece)
+                self._cuts[wanted.key] = {
+                    name: _Cut(parameters[name][1].list_grad()[0], some) for name, some in pieces.items()
+                }
+        elif self.bounds.reserve(wanted):
+            for place, _ in parameters.values():
+                self.bounds.name(wanted, f"{PREFIX}{place}", place)
 
     def _allreduce_grads(self) -> None:
         """As the trainer does it, under the names of the bound in force."""
         trainer = self._trainer
-        self._renaming = bool(self._now)
+        self._renaming = self.changed
         try:
             type(trainer)._allreduce_grads(trainer)
         finally:
             self._renaming = False
             if self._now:
                 self.bounds.rounds[self._now] += 1
+        if self._flow is not None:
+            with mx.autograd.pause():
+                self._send(self._flow)
+
+    def _send(self, flow: Flow) -> None:
+        """Push what the trainer would have pushed, in the flow's order; what the flow does not know goes as ever."""
+        found = {parameter.name: (place, parameter.list_grad()[0]) for place, parameter in reduced(self._trainer)}
+        suffix, cuts = self.bounds.suffix(flow.key).encode(), self._cuts[flow.key]
+        given, self._given = self._given, {}
+        stock = {name: f"{PREFIX}{place}".encode() for name, (place, _) in found.items()}
+        # others were frozen meanwhile, or have another array
+        ours = {name for name, own in cuts.items() if stock.get(name) in given and found[name][1] is own.gradient}
+        for name in ours:
+            cuts[name].give()
+        sent: dict[int, Any] = {}
+        for at, piece in enumerate(flow.pieces):
+            if piece.gradient not in ours:
+                continue
+            array = sent[at] = cuts[piece.gradient].arrays[piece.number]
+            renamed = stock[piece.gradient] + b"." + str(piece.number).encode() + suffix
+            self._settle_address(renamed, array.handle)
+            if before := [sent[k] for k in flow.waits[at] if k in sent]:
+                mxnet_engine.mark("dpro/turn", before, [array])
+            check_call(self._stock(array.handle, c_str(renamed.decode()), *given[stock[piece.gradient]][1]))
+        for name in ours:
+            cuts[name].take()
+        for other in given.keys() - {stock[name] for name in ours}:
+            handle, rest = given[other]
+            check_call(self._stock(handle, c_str(other.decode()), *rest))
+
+    def _settle_address(self, name: bytes, handle: Any) -> None:
+        """At a name's first push BytePS takes the array's address; MXNet may not have given it one yet."""
+        if name not in self._pushed:
+            check_call(_LIB.MXNDArrayWaitToRead(handle))
+            self._pushed.add(name)
 
     def _push(self, array: Any, name: Any, *rest: Any) -> Any:
         """In the place of ``byteps_mxnet_push_pull_async``."""
-        if not self._now:
+        if not self.changed:
             return self._stock(array, name, *rest)
         given: bytes | None = getattr(name, "value", name)
         if self._renaming and given is not None and given.startswith(PREFIX.encode()):
+            if self._flow is not None:
+                self._given[given] = array, rest
+                return 0
             renamed = given + self.bounds.suffix(self._now).encode()
-            if renamed not in self._pushed:
-                # BytePS takes the array's address now; MXNet may not have given it one yet
-                check_call(_LIB.MXNDArrayWaitToRead(array))
-                self._pushed.add(renamed)
+            self._settle_address(renamed, array)
             return self._stock(array, c_str(renamed.decode()), *rest)
-        if _nbytes(array) <= min(self._own, self._now):
+        if self._flow is not None or _nbytes(array) <= min(self._own, self._now):
             return self._stock(array, name, *rest)  # one part either way
         with self._jobs_own():
             result = self._stock(array, name, *rest)
@@ -146,6 +227,61 @@ class Partitions:
             yield
         finally:
             self.bounds.now = others
+
+
+class _Cut:
+    """A gradient and its pieces, as arrays: one that goes whole is its own; else each piece is an array of dpro's.
+
+    On a CPU these have the gradient's own memory, and marks keep the engine's order of things: a copy would be an op of
+    the worker's, behind whatever of the backward pass stands in its queue. (Views would not do: the engine takes all
+    views of an array for one, and their pieces would go one after the other.) Elsewhere pieces are copies.
+    """
+
+    def __init__(self, gradient: Any, pieces: list[Piece]) -> None:
+        self.gradient = gradient
+        self._whole = pieces[0].whole
+        size = np.dtype(gradient.dtype).itemsize
+        self._spans = [(piece.begin // size, piece.end // size) for piece in pieces]
+        gradient.wait_to_read()
+        self._shared = not self._whole and SHARES_MEMORY and gradient.context.device_type == "cpu"
+        if self._whole:
+            self.arrays = [gradient]
+        elif self._shared:
+            memory = _memory(gradient)
+            self.arrays = [mx.nd.from_numpy(memory[begin:end], zero_copy=True) for begin, end in self._spans]
+        else:
+            self.arrays = [mx.nd.zeros_like(view) for view in self._views()]
+        for array in self.arrays:  # BytePS takes the address of each at once
+            array.wait_to_read()
+
+    def give(self) -> None:
+        """Have the pieces what the gradient has."""
+        if self._shared:
+            mxnet_engine.mark("dpro/cut", [self.gradient], self.arrays)
+        elif not self._whole:
+            for view, array in zip(self._views(), self.arrays, strict=True):
+                view.copyto(array)
+
+    def take(self) -> None:
+        """Have the gradient what the pieces have."""
+        if self._shared:
+            mxnet_engine.mark("dpro/joined", self.arrays, [self.gradient])
+        elif not self._whole:
+            for view, array in zip(self._views(), self.arrays, strict=True):
+                array.copyto(view)
+
+    def _views(self) -> list[Any]:
+        flat = self.gradient.reshape((-1,))
+        return [flat[begin:end] for begin, end in self._spans]
+
+
+def _memory(array: Any) -> Any:
+    """The memory of an array on a CPU, which it must outlive, as a flat numpy array."""
+    address = ctypes.c_void_p()
+    check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
+    kind = np.dtype(array.dtype)
+    held = (ctypes.c_char * (int(array.size) * kind.itemsize)).from_address(address.value or 0)
+    return np.frombuffer(held, dtype=kind)
 
 
 class _Everything:

@@ -21,6 +21,7 @@ class Knob(Enum):
     PARTITIONS = "partitions"  # BytePS: into what parts each gradient is cut
     PARTITION_BOUND = "partition_bound"  # BytePS: one bound for all gradients
     PARTITION_BYTES = "partition_bytes"  # the same, read when a job starts
+    IN_FLIGHT = "in_flight"  # BytePS: how many bytes are on their way at once, in what order and parts
     CYCLE_TIME = "cycle_time"  # Horovod: how often its thread goes round; read when a job starts
     COMPILE_REGIONS = "compile_regions"  # Keras: layers that XLA compiles
 

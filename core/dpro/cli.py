@@ -195,7 +195,7 @@ def optimize(
     path: PathArgument,
     passes: Annotated[
         str, typer.Option(help="Passes to use, by name, with commas between.")
-    ] = "tensor_fusion,op_fusion,cycle_time,tensor_partition",
+    ] = "tensor_fusion,op_fusion,cycle_time,tensor_partition,in_flight",
     strategy: Annotated[str, typer.Option(help="Who chooses the edits: dpro.")] = "dpro",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here.")] = None,
     json: Json = False,

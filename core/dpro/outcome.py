@@ -56,6 +56,8 @@ class Outcome:
     def at_start(self) -> tuple[str, Plan] | None:
         """Name and plan for a job that is started anew, if it should beat what this one came to."""
         if self.verdict is Verdict.KEPT and self.plan is not None and self.plan.partitions:
+            if self.plan.in_flight_bytes is not None:
+                return None  # nothing that a job is started with does that
             bound = launch_bytes(self.plan.partitions)
             started = Plan(
                 fingerprint=self.plan.fingerprint,

@@ -36,6 +36,10 @@ class Plan:
     partitions: dict[str, int] | None = None
     #: BytePS: one bound for all of them, when the job is started.
     partition_bytes: int | None = None
+    #: BytePS: bytes of gradients on their way to the servers and back at once, at most. Then each partition goes by a
+    #: name of its own, and gradients in this order.
+    in_flight_bytes: int | None = None
+    push_order: list[str] | None = None
     fusion_threshold: int | None = None
     cycle_time: float | None = None
     #: DDP: one number = uniform ``bucket_cap_mb``; more = ``bucket_cap_mb_list``.
@@ -59,6 +63,8 @@ class Plan:
         _check("tensor_groups", self.tensor_groups, _is_groups)
         _check("partitions", self.partitions, lambda v: _is_map(v) and all(_is_count(n) for n in v.values()))
         _check("partition_bytes", self.partition_bytes, _is_count)
+        _check("in_flight_bytes", self.in_flight_bytes, _is_count)
+        _check("push_order", self.push_order, _is_names)
         _check("fusion_threshold", self.fusion_threshold, lambda v: type(v) is int and v >= 0)
         _check("cycle_time", self.cycle_time, lambda v: _is_number(v) and 0 < v <= MAX_CYCLE_MS)
         _check("bucket_caps", self.bucket_caps, _is_caps)

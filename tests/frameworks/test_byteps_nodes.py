@@ -18,7 +18,7 @@ EST, LISTEN = "01", "0A"
 
 
 def worker(*servers: tuple[str, int]) -> list[tuple[tuple[str, int], tuple[str, int], str, str]]:
-    """Connections of a worker on host 1: it listens, has called the scheduler, the servers and itself, and was called."""
+    """Of a worker on host 1: it listens, has called the scheduler, the servers and itself, and was called."""
     made = [
         (("0.0.0.0", 7000), ("0.0.0.0", 0), LISTEN, "1"),
         ((HERE, 40_000), SCHEDULER, EST, "2"),

@@ -16,7 +16,7 @@ overlap, and what one tensor's parts do to another's, is the replay's to say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from dpro.adapter import Knob
 from dpro.cost.ps import MODEL, PsModel
@@ -70,7 +70,7 @@ class TensorPartition:
         Raises:
             ValueError: a tensor that is no bucket of its own, or parts of less than a byte.
         """
-        ps, model = _told(graph)
+        ps, model = told(graph)
         place = {bucket.tensors[0]: i for i, bucket in enumerate(graph.buckets) if len(bucket.tensors) == 1}
         if any(tensor not in place or nbytes < 1 for tensor, nbytes in candidate):
             raise ValueError("a gradient that is pushed is cut into parts of at least a byte")
@@ -86,7 +86,7 @@ class TensorPartition:
 
     def cost(self, graph: Graph, candidate: Cuts) -> float:
         """How long the busiest link direction carries what the candidate's gradients are cut into, ns."""
-        ps, model = _told(graph)
+        ps, model = told(graph)
         held: dict[str, int] = {}
         for tensor, nbytes in candidate:
             for number, size in enumerate(cut(graph.tensors[tensor].nbytes, nbytes)):
@@ -102,14 +102,14 @@ def add_parts(graph: Graph, tensor: int, sizes: list[int], ps: Ps, model: PsMode
 
     Returns its ops; the last one is where all workers have it.
     """
-    way = _Way(graph, tensor, ps, model)
+    way = Way(graph, tensor, ps, model)
     for number, size in enumerate(sizes):
         way.add_part(number, size)
     way.add_ends(sum(sizes))
     return tuple(way.ops)
 
 
-class _Way:
+class Way:
     """Adds the ops of one gradient, part by part."""
 
     def __init__(self, graph: Graph, tensor: int, ps: Ps, model: PsModel) -> None:
@@ -122,16 +122,26 @@ class _Way:
         self.ops: list[int] = []
         self.copied_in: dict[int, list[int]] = {rank: [] for _, rank in self.workers}
 
-    def add_part(self, number: int, size: int) -> None:
+    def add_part(
+        self, number: int, size: int, after: Mapping[int, Sequence[int]] | None = None, server: int | None = None
+    ) -> dict[int, int]:
+        """The ops of one part; for each rank the one that ends it.
+
+        Args:
+            after: ops that a rank has to be through with before it copies the part out.
+            server: which has it; as its key says if not given.
+        """
         layout, model = self.layout, self.model
-        server = layout.server(self.tensor, number)
+        server = layout.server(self.tensor, number) if server is None else server
+        ended: dict[int, int] = {}
         sums: list[int] = []
         asked: list[int] = []
         for worker, rank in self.workers:
             there, back = layout.links[worker, server]
             thread = resources(rank)[0]
             copied = self._add(
-                "copy out", OpKind.LOCAL, rank, [self.graph.out_op[rank, self.tensor]], thread,
+                "copy out", OpKind.LOCAL, rank,
+                [self.graph.out_op[rank, self.tensor], *(after or {}).get(rank, ())], thread,
                 model.copy(thread).time_ns(size), "out", size, layout.priority(self.tensor),
             )  # fmt: skip
             push = self._add("push", OpKind.SEND, rank, [copied], there, model.link(there).time_ns(size), "push", size)
@@ -147,7 +157,9 @@ class _Way:
             turn, took = _SERVERS_TURN if back in self.shared else 0, model.link(back).time_ns(size)
             pull = self._add("pull", OpKind.RECV, rank, [ask, summed], back, took, "pull", size, turn)
             took = model.copy(thread).time_ns(size)
-            self.copied_in[rank].append(self._add("copy in", OpKind.LOCAL, rank, [pull], thread, took, "in", size))
+            ended[rank] = self._add("copy in", OpKind.LOCAL, rank, [pull], thread, took, "in", size)
+            self.copied_in[rank].append(ended[rank])
+        return ended
 
     def add_ends(self, nbytes: int) -> None:
         ends = []
@@ -201,7 +213,8 @@ def uniform(graph: Graph, nbytes: int) -> Cuts:
     return tuple((tensor, nbytes) for tensor, _ in captured(graph))
 
 
-def _told(graph: Graph) -> tuple[Ps, PsModel]:
+def told(graph: Graph) -> tuple[Ps, PsModel]:
+    """What the graph of a parameter server job says of it, and what its cost model is."""
     ps, model = graph.info[INFO], graph.info[MODEL]
     assert isinstance(ps, Ps) and isinstance(model, PsModel)
     return ps, model

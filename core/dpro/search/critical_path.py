@@ -41,7 +41,7 @@ from dpro.trace.regions import REGIONS
 #: Any of them lets it be changed what is synchronised together.
 FUSION = frozenset({Knob.BUCKET_LIST, Knob.BUCKET_CAP, Knob.GROUPS})
 #: The same of how gradients are cut.
-PARTITION = frozenset({Knob.PARTITIONS, Knob.PARTITION_BOUND, Knob.PARTITION_BYTES})
+PARTITION = frozenset({Knob.PARTITIONS, Knob.PARTITION_BOUND, Knob.PARTITION_BYTES, Knob.IN_FLIGHT})
 #: All that can be turned where gradients are reduced.
 TURNED = FUSION | {Knob.BUCKET_VIEW, Knob.BATCHED_COPY, Knob.CYCLE_TIME, Knob.COMPILE_REGIONS}
 #: Replays granted to the dynamic programme's proposals, and to each round of hill climbing.

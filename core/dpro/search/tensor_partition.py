@@ -24,6 +24,7 @@ from dpro.plan import Plan
 from dpro.replay.engine import replay
 from dpro.replay.path import critical_path
 from dpro.search.critical_path import CLOSE, LEVEL, SAME, Candidate, SearchResult
+from dpro.search.in_flight import best_flows
 from dpro.trace.byteps import MAX_PARTS, aligned, cut
 
 #: Parts below this are headers more than payload.
@@ -37,6 +38,8 @@ _WORSE_IN_A_ROW, _WORSE = 3, 0.05
 _MOST_PARTS = 4_000
 #: Times that the tensors on the critical path are gone through one by one.
 _ROUNDS = 5
+#: Of the time, where it is also searched how much to have on its way at once.
+_PARTITIONS_SHARE = 0.6
 #: A tensor is tried in its ``k*`` parts, in the captured number, and in these.
 _FEW_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MIB = 2**20
@@ -129,25 +132,35 @@ def search(
     try:
         if known is None:
             graph.info[MODEL] = fit_ps([graph])
-        judge = _Judge(graph, began + time_budget_s)
+        share = _PARTITIONS_SHARE if Knob.IN_FLIGHT in knobs else 1.0
+        judge = _Judge(graph, began + share * time_budget_s)
         judge.rebase(captured(graph))
         baseline = judge.judge(own(graph))
         _sweep(judge)
         if Knob.PARTITIONS in knobs:
             _one_by_one(judge)
-        stopped = "time budget" if judge.out_of_time() else "no improvement left"
         found = [_candidate(graph, v, baseline, fingerprint or {}) for v in _choose(judge, baseline, top)]
+        flows, replays = best_flows(graph, began + time_budget_s) if Knob.IN_FLIGHT in knobs else ([], 0)
+        stopped = "time budget" if judge.out_of_time() else "no improvement left"
+        groups = tuple(bucket.tensors for bucket in graph.buckets)
+        flowing = [
+            Candidate(v.name, v.plan(graph, fingerprint or {}, baseline.step_ns), v.step_ns / 1e6, groups)
+            for v in flows
+            if v.step_ns * (1 + LEVEL) < baseline.step_ns
+        ]
+        if flowing and (not found or flowing[0].predicted_ms * (1 + LEVEL) < found[0].predicted_ms):
+            found = [*flowing, *found][:top]
     finally:
         graph.undo(mark)
         graph.info[MODEL] = known
         if known is None:
             del graph.info[MODEL]
-    running = bool(knobs & {Knob.PARTITIONS, Knob.PARTITION_BOUND})
+    running = bool(knobs & {Knob.PARTITIONS, Knob.PARTITION_BOUND, Knob.IN_FLIGHT})
     return SearchResult(
         baseline_ms=baseline.step_ns / 1e6,
         candidates=found if running else [],
         at_start=[] if running else found[:1],
-        evaluations=judge.evaluations,
+        evaluations=judge.evaluations + replays,
         seconds=time.monotonic() - began,
         stopped=stopped,
     )

@@ -36,6 +36,8 @@ SETTINGS = "byteps"
 #: ``RankTrace.meta.source`` of a server's own trace (its wire rows alone).
 SERVER = "byteps_server"
 DEFAULT_PARTITION_BYTES = 4_096_000
+#: Numbers of the names that dpro declares: the upper half of those that there are.
+FIRST_NUMBER = 1 << 15
 #: A bound is rounded up to whole pages.
 PAGE_BYTES = 4096
 #: A key has so many bits for the partition.
@@ -142,6 +144,28 @@ def cut(nbytes: int, bound: int) -> list[int]:
     """Bytes of the partitions of a tensor: all as large as they may be, the last one takes the rest."""
     full, rest = divmod(nbytes, bound)
     return [bound] * full + [rest] * bool(rest)
+
+
+def waits(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """What is to be through before each piece goes, when no more than ``most`` bytes are to be on their way at once.
+
+    Args:
+        sizes: bytes of the pieces in the order in which they go. One that is larger than ``most`` goes alone.
+
+    Returns for each piece the places of earlier ones, each of which is waited for once. (A credit, as ByteScheduler has
+    it: SOSP 2019, section 4.)
+    """
+    out: list[list[int]] = []
+    first = held = 0
+    for nbytes in sizes:
+        before = []
+        while first < len(out) and held + nbytes > most:
+            before.append(first)
+            held -= sizes[first]
+            first += 1
+        out.append(before)
+        held += nbytes
+    return out
 
 
 def launch_bytes(partitions: Mapping[str, int]) -> int:

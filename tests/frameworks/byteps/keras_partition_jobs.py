@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from typing import Any
 
 import byteps.tensorflow as bps
@@ -14,6 +15,7 @@ from byteps.tensorflow import ops
 
 from dpro.errors import PlanError
 from dpro.plan import Plan
+from dpro.planning import Planned
 from dpro_integrations import byteps_partitions
 from dpro_integrations.keras import trace
 from dpro_integrations.keras_byteps import KerasBytePSAdapter
@@ -56,8 +58,19 @@ def plan_of(made: KerasBytePSAdapter, bound: int) -> Plan:
     return Plan(fingerprint=made.fingerprint(), partitions=dict.fromkeys(made._sizes(), bound))
 
 
+def flow_of(made: KerasBytePSAdapter, at_once: int) -> Plan:
+    """Parts of :data:`SMALL` bytes, the last variable's first."""
+    return replace(plan_of(made, SMALL), in_flight_bytes=at_once * SMALL, push_order=[*made._sizes()][::-1])
+
+
 def attached(model: Any, made: KerasBytePSAdapter) -> list[Any]:
-    return [id(bps._push_pull), id(bps.shutdown), made._bounds.now, sorted(vars(model.optimizer)), bool(made._now)]
+    return [
+        id(bps._push_pull),
+        id(bps.shutdown),
+        made._bounds.now,
+        sorted(vars(model.optimizer)),
+        bool(made._now or made._flow),
+    ]
 
 
 def sums_under_plans(rounds: int) -> dict[str, Any]:
@@ -86,11 +99,13 @@ def sums_under_plans(rounds: int) -> dict[str, Any]:
 
     some_rounds("before")
     some_rounds("before")
-    for label, bound in (("small", SMALL), ("", 0), ("large", LARGE), ("small", SMALL), ("", 0)):
-        if bound:
-            made.prepare(plan_of(made, bound))
-            made.apply(plan_of(made, bound))
-            made.apply(plan_of(made, bound))
+    plans = {"small": plan_of(made, SMALL), "large": plan_of(made, LARGE)}
+    plans |= {f"flow{n}": flow_of(made, n) for n in (1, 3)}
+    for label in ("small", "", "large", "small", "", "flow1", "large", "flow3", ""):
+        if label:
+            made.prepare(plans[label])
+            made.apply(plans[label])
+            made.apply(plans[label])
         else:
             made.revert()
             made.revert()
@@ -107,6 +122,7 @@ def _foreign(made: KerasBytePSAdapter) -> list[str]:
         Plan(fingerprint=own, partitions=alike | {"nowhere": SMALL}),
         Plan(fingerprint=own, partitions=dict.fromkeys(alike, SMALL + 1)),
         Plan(fingerprint=own),
+        replace(flow_of(made, 2), push_order=[*alike][1:]),
     ):
         try:
             made.prepare(plan)
@@ -116,12 +132,12 @@ def _foreign(made: KerasBytePSAdapter) -> list[str]:
     return errors
 
 
-def tuned(kept: bool, dpro: bool, runs: str, fp16: bool = False) -> dict[str, Any]:
+def tuned(kept: bool, dpro: bool, runs: str, fp16: bool = False, flow: bool = False) -> dict[str, Any]:
     """``model.fit`` with the callback, from capture to the verdict, which is ``kept`` whatever the clock says."""
     from dpro_integrations.keras import DproCallback
 
     os.environ.update(QUICK, DPRO_RUNS_DIR=runs, DPRO_CAPTURE_STEPS="2")
-    force(kept)
+    force(kept, flow)
     x, y = keras_job.data()
     compression = bps.Compression.fp16 if fp16 else bps.Compression.none
     optimizer = bps_keras.DistributedOptimizer(tf.keras.optimizers.legacy.SGD(RATE, 0.9), compression=compression)
@@ -134,6 +150,8 @@ def tuned(kept: bool, dpro: bool, runs: str, fp16: bool = False) -> dict[str, An
     told = {"weights": digest, "names": sorted(map(name_of, net.trainable_variables))}
     if dpro:
         assert tuning.outcome is not None
+        assert isinstance(tuning.outcome.planned, Planned)
+        told["names tried"] = [name for name, _ in tuning.outcome.planned.plans]
         start = tuning.outcome.at_start()
         told |= {"verdict": tuning.outcome.verdict.name, "reason": tuning.outcome.reason}
         told |= {"start": start[1].partition_bytes if start else 0, "shutdown": bps.shutdown is ops.shutdown}

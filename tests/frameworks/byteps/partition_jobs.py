@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from dataclasses import replace
 from typing import Any
 
 import byteps.mxnet as bps
@@ -12,9 +13,10 @@ import mxnet as mx
 from byteps.mxnet.ops import MXNET_LIB_CTYPES, byteps_declare_tensor, byteps_push_pull
 from mxnet import autograd, gluon
 
+from dpro.adapter import Knob
 from dpro.errors import PlanError
 from dpro.plan import Plan
-from dpro_integrations import byteps_partitions
+from dpro_integrations import byteps_partitions, mxnet_partitions
 from dpro_integrations.mxnet_byteps import BytePSMXNetAdapter
 from tests.frameworks.byteps import mxnet_job, sums
 from tests.frameworks.byteps.forced import SMALL, force
@@ -38,6 +40,11 @@ def adapter(trainer: Any) -> BytePSMXNetAdapter:
 
 def plan_of(made: BytePSMXNetAdapter, bound: int) -> Plan:
     return Plan(fingerprint=made.fingerprint(), partitions=dict.fromkeys(made._places(), bound))
+
+
+def flow_of(made: BytePSMXNetAdapter, at_once: int) -> Plan:
+    """Parts of :data:`SMALL` bytes, the last layer's first."""
+    return replace(plan_of(made, SMALL), in_flight_bytes=at_once * SMALL, push_order=[*made._places()][::-1])
 
 
 def attached(trainer: Any) -> list[Any]:
@@ -77,17 +84,25 @@ def sums_under_plans(rounds: int) -> dict[str, Any]:
         seen.append([label, attached(trainer)])
 
     some_rounds("before")
-    for label, bound in (("small", SMALL), ("", 0), ("large", LARGE), ("small", SMALL), ("", 0), ("large", LARGE)):
-        if bound:
-            made.prepare(plan_of(made, bound))
-            made.apply(plan_of(made, bound))
-            made.apply(plan_of(made, bound))
+    plans = {"small": plan_of(made, SMALL), "large": plan_of(made, LARGE)}
+    plans |= {f"flow{n}": flow_of(made, n) for n in (1, 3)}
+    order = ["small", "", "large", "small", "", "flow1", "large", "flow3", "", "flow1", "", "copies", "large"]
+    for label in order:
+        if label == "copies":  # of the pieces, as on a GPU: under names of their own
+            mxnet_partitions.SHARES_MEMORY = False
+            made._partitions._cuts.clear()
+            plans[label] = replace(plans["flow3"], push_order=[*made._places()])
+        if label:
+            made.prepare(plans[label])
+            made.apply(plans[label])
+            made.apply(plans[label])
         else:
             made.revert()
             made.revert()
         some_rounds(label or "after")
     made.revert()
     some_rounds("after")
+    mxnet_partitions.SHARES_MEMORY = True
     return {"wrong": wrong, "checks": checks, "seen": seen}
 
 
@@ -106,12 +121,15 @@ def train(plans: bool, steps: int = 50, **arguments: Any) -> dict[str, Any]:
     net.hybridize()
     trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": RATE, "momentum": 0.9}, **arguments)
     made = adapter(trainer)
+    flows = made.capabilities()
     x, y = mxnet_job.data()
     loss = gluon.loss.L2Loss()
     begun = digest(net)
     for step in range(steps):
         if plans and step in (10, 30):
             made.apply(plan_of(made, SMALL if step == 10 else LARGE))
+        if plans and step == 37 and Knob.IN_FLIGHT in flows:
+            made.apply(flow_of(made, 2))
         if plans and step in (20, 45):
             made.revert()
         at = step % len(x)
@@ -139,6 +157,8 @@ def foreign() -> dict[str, Any]:
         Plan(fingerprint=own, partitions=alike | {"nowhere": SMALL}),
         Plan(fingerprint=own, partitions=dict.fromkeys(names, SMALL + 1)),
         Plan(fingerprint=own),
+        replace(flow_of(made, 2), push_order=names[1:]),
+        replace(flow_of(made, 2), fingerprint=own | {"model": "another"}),
     ]
     errors = []
     for plan in plans:
@@ -183,8 +203,6 @@ def bounds_without_end() -> list[str]:
 def one_rank_fails() -> dict[str, Any]:
     """``apply`` fails on rank 1 before it has declared anything: afterwards all are alike, and a name of the job's
     that comes later has the same number everywhere."""
-    from dpro_integrations import mxnet_partitions
-
     net = mxnet_job.network()
     net.initialize(mx.init.Xavier())
     trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": RATE})
@@ -235,12 +253,12 @@ def meeting(absent: bool = False) -> dict[str, Any]:
     return {"met": met, "error": error, "weights": train(plans=False)["weights"]}
 
 
-def tuned(plan: bool, kept: bool, runs: str, steps: int = 50) -> dict[str, Any]:
+def tuned(plan: bool, kept: bool, runs: str, steps: int = 50, flow: bool = False) -> dict[str, Any]:
     """A plain loop with one line more. ``kept``: the verdict, whatever the clock says."""
     from dpro_integrations import mxnet as dpro_mxnet
 
     os.environ.update(QUICK, DPRO_RUNS_DIR=runs, DPRO_CAPTURE_STEPS="2")
-    force(kept)
+    force(kept, flow)
     mx.random.seed(1)
     net = mxnet_job.network()
     net.initialize(mx.init.Xavier())
@@ -250,7 +268,7 @@ def tuned(plan: bool, kept: bool, runs: str, steps: int = 50) -> dict[str, Any]:
     tuner = dpro_mxnet.autotune(trainer, plan=plan_of(adapter(trainer), SMALL) if plan else None)
     x, y = mxnet_job.data()
     loss = gluon.loss.L2Loss()
-    bounds = []
+    bounds, pushed = [], set()
     for step in range(steps):
         at = step % len(x)
         with autograd.record():
@@ -259,12 +277,15 @@ def tuned(plan: bool, kept: bool, runs: str, steps: int = 50) -> dict[str, Any]:
         trainer.step(x.shape[2])
         error.asnumpy()
         bounds.append(attached(trainer)[1])
+        if tuner is not None:
+            pushed.add(tuner.adapter._partitions._flow is not None)  # type: ignore[attr-defined]
     told = {"weights": digest(net), "bounds": bounds, "tuner": tuner is not None}
     if tuner is not None:
         tuner.close()
         assert tuner.outcome is not None
         start = tuner.outcome.at_start()
         told |= {"verdict": tuner.outcome.verdict.name, "reason": tuner.outcome.reason}
+        told["flowed"] = sorted(pushed)
         told["start"] = start[1].partition_bytes if start else 0
     told |= {"left": attached(trainer) == before, "under": attached(trainer)[1]}
     if tuner is not None:

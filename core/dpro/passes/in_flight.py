@@ -1,0 +1,104 @@
+"""How much a parameter server job's worker has on its way at once: part size and credit (ByteScheduler, SOSP 2019).
+
+A worker's questions go behind the pushes that were handed to the same pipe before
+(:attr:`~dpro.graph.ps_layout.Layout.orderly`). Where the network is slower than the backward pass that is all of them:
+every gradient is pushed before the first is pulled, whatever parts they are cut into, and a link that could carry both
+ways carries one. If a part is handed over when enough of those before it are back, pushes and pulls go side by side.
+
+* Parts go one by one in the order in which gradients become ready, the same on all workers, each by a name of its own.
+* Which ones a part waits for: :func:`dpro.trace.byteps.waits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dpro.adapter import Knob
+from dpro.graph.graph import Bucket, Graph
+from dpro.passes.tensor_fusion import ready_order
+from dpro.passes.tensor_partition import HAND_TRIED_BYTES, Way, captured, told
+from dpro.trace.byteps import FIRST_NUMBER, MAX_PARTS, PAGE_BYTES, PART_BITS, aligned, cut, server_of, waits
+
+#: Parts on their way at once that are tried by hand.
+HAND_TRIED_PARTS = (2, 4, 8)
+
+
+class Flow(NamedTuple):
+    """Bytes of a part, and of parts on their way, at most."""
+
+    part_bytes: int
+    in_flight_bytes: int
+
+
+class InFlight:
+    """Let no more than so many bytes be on their way at once. A candidate is a :class:`Flow`, of all gradients."""
+
+    name = "in_flight"
+    knobs = frozenset({Knob.IN_FLIGHT})
+
+    def candidates(self, graph: Graph) -> Iterator[Flow]:
+        """BytePS's own partitions and a few others, a few of them at once."""
+        for nbytes in HAND_TRIED_BYTES:
+            for parts in HAND_TRIED_PARTS:
+                found = Flow(aligned(nbytes), parts * aligned(nbytes))
+                if self.legal(graph, found):
+                    yield found
+
+    def legal(self, graph: Graph, candidate: Flow) -> bool:
+        """Whether there are gradients to push, parts are whole pages that may go at all, and all have names."""
+        part, most = candidate
+        return (
+            bool(captured(graph))
+            and part > 0
+            and part % PAGE_BYTES == 0
+            and part <= most
+            and len(pieces(graph, part)) <= MAX_PARTS - FIRST_NUMBER
+        )
+
+    def apply(self, graph: Graph, candidate: Flow) -> int:
+        """Replace the ops of all gradients on their way; returns the mark that undoes it.
+
+        ``graph.info["ps"].bounds`` stays what was captured.
+        """
+        ps, model = told(graph)
+        wanted = {tensor for tensor, _ in captured(graph)}
+        mark = graph.mark()
+        gone = [bucket for bucket in graph.buckets if len(bucket.tensors) == 1 and bucket.tensors[0] in wanted]
+        graph.remove_ops([op for bucket in gone for op in bucket.ops])
+        ways = {bucket.tensors[0]: Way(graph, bucket.tensors[0], ps, model) for bucket in gone}
+        parts = pieces(graph, candidate.part_bytes)
+        ended: list[dict[int, int]] = []
+        for place, before in enumerate(waits([size for _, _, size in parts], candidate.in_flight_bytes)):
+            tensor, number, size = parts[place]
+            after: dict[int, list[int]] = {}
+            for earlier in before:
+                for rank, op in ended[earlier].items():
+                    after.setdefault(rank, []).append(op)
+            server = server_of((FIRST_NUMBER + place) << PART_BITS, ps.layout.servers, ps.layout.hash_fn)
+            ended.append(ways[tensor].add_part(number, size, after, server))
+        buckets = list(graph.buckets)
+        for at, bucket in enumerate(buckets):
+            if bucket.tensors[0] in ways and bucket in gone:
+                way = ways[bucket.tensors[0]]
+                way.add_ends(bucket.nbytes)
+                buckets[at] = Bucket(bucket.tensors, bucket.nbytes, tuple(way.ops))
+        graph.set_buckets(buckets)
+        return mark
+
+    def cost(self, graph: Graph, candidate: Flow) -> float:
+        """How long the slowest link direction takes for what may be on its way at once, ns."""
+        ps, model = told(graph)
+        links = {link for pair in ps.layout.links.values() for link in pair}
+        return float(max((model.link(link).time_ns(candidate.in_flight_bytes) for link in links), default=0))
+
+
+def pieces(graph: Graph, part_bytes: int) -> list[tuple[int, int, int]]:
+    """(tensor, number, bytes) of every part, in the order in which they go."""
+    pushed = {tensor for tensor, _ in captured(graph)}
+    return [
+        (tensor, number, size)
+        for tensor in ready_order(graph)
+        if tensor in pushed
+        for number, size in enumerate(cut(graph.tensors[tensor].nbytes, part_bytes))
+    ]
