@@ -15,7 +15,6 @@ from byteps.tensorflow import ops
 
 from dpro.errors import PlanError
 from dpro.plan import Plan
-from dpro.planning import Planned
 from dpro_integrations import byteps_partitions
 from dpro_integrations.keras import trace
 from dpro_integrations.keras_byteps import KerasBytePSAdapter
@@ -150,8 +149,7 @@ def tuned(kept: bool, dpro: bool, runs: str, fp16: bool = False, flow: bool = Fa
     told = {"weights": digest, "names": sorted(map(name_of, net.trainable_variables))}
     if dpro:
         assert tuning.outcome is not None
-        assert isinstance(tuning.outcome.planned, Planned)
-        told["names tried"] = [name for name, _ in tuning.outcome.planned.plans]
+        told["tried"] = [arm.name for arm in tuning.outcome.arms]
         start = tuning.outcome.at_start()
         told |= {"verdict": tuning.outcome.verdict.name, "reason": tuning.outcome.reason}
         told |= {"start": start[1].partition_bytes if start else 0, "shutdown": bps.shutdown is ops.shutdown}

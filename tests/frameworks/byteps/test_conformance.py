@@ -36,7 +36,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class _Contract(AdapterContract):
-    knobs = frozenset({Knob.PARTITION_BOUND})
+    knobs = frozenset({Knob.PARTITION_BOUND, Knob.IN_FLIGHT})
     bucketed = False
 
     def run(self, ranks: Ranks, folder: Path, check: str) -> list[Any]:

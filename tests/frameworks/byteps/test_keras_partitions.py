@@ -62,4 +62,4 @@ def judged(told: list[list[Any]], kept: bool, flow: bool = False) -> None:
         assert tuned["weights"] == without["weights"]
         assert tuned["shutdown"]
         assert bool(tuned["start"]) == (kept and not flow)
-        assert any("at once" in name for name in tuned["names tried"]) == flow
+        assert any("at once" in name for name in tuned["tried"]) == flow
