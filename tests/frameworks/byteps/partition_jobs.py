@@ -140,6 +140,32 @@ def train(plans: bool, steps: int = 50, **arguments: Any) -> dict[str, Any]:
     return {"weights": digest(net), "moved": digest(net) != begun, "checksum": made.checksum()}
 
 
+def frozen(flow: bool, steps: int = 30) -> dict[str, Any]:
+    """A layer is frozen and trained again later, with another array for its gradient, while gradients go in turn."""
+    mx.random.seed(2)
+    net = mxnet_job.network()
+    net.initialize(mx.init.Xavier())
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": RATE})
+    made = adapter(trainer)
+    x, y = mxnet_job.data()
+    loss = gluon.loss.L2Loss()
+    first = max(trainer._params, key=lambda parameter: parameter.data().size if parameter.shape else 0)
+    said = ""
+    for step in range(steps):
+        if step in (10, 20):
+            first.grad_req = "null" if step == 10 else "write"
+        if flow and step == 4:
+            made.apply(flow_of(made, 2))
+        at = step % len(x)
+        with autograd.record():
+            error = loss(net(mx.nd.array(x[at, bps.rank()])), mx.nd.array(y[at, bps.rank()]))
+        error.backward()
+        trainer.step(x.shape[2])
+        said = said or made.obstacle()
+    made.revert()
+    return {"weights": digest(net), "obstacle": said}
+
+
 def foreign() -> dict[str, Any]:
     """Plans that don't fit, and what stands in the way of any."""
     net = mxnet_job.network()

@@ -33,6 +33,7 @@ FP16 = {"compression_params": {"fp16": True}}
 SHARED: list[tuple[str, dict[str, Any]]] = [
     ("train", {"plans": False}),
     ("train", {"plans": True}),
+    *(("frozen", {"flow": flow}) for flow in (True, False)),
     ("foreign", {}),
     ("one_rank_fails", {}),
     ("meeting", {}),
@@ -167,3 +168,9 @@ def test_so_many_bytes_at_once_is_tried_and_judged_as_the_job_runs(kept: bool, t
         assert one["flowed"] == [False, True]
         assert one["left"] == (not kept) and one["under"] == sums.PARTITION_BYTES
         assert one["start"] == 0
+
+
+def test_a_layer_frozen_under_a_kept_plan_costs_nothing(told: Callable[..., list[Any]]) -> None:
+    """Its gradient goes no more, and then, from another array, as it went without dpro."""
+    for one, other in zip(told("frozen", flow=True), told("frozen", flow=False), strict=True):
+        assert one["weights"] == other["weights"]
