@@ -93,7 +93,7 @@ class HorovodLoop(_Loop):
 
 def _make_room() -> None:
     """A sweep tries more bounds than a user's job may."""
-    byteps_partitions.MOST_BOUNDS, byteps_partitions.MOST_GRADIENTS = 12, 1024
+    byteps_partitions.MOST_BOUNDS, byteps_partitions.MOST_GRADIENTS = 20, 1024
 
 
 class BytePSLoop(_Loop):
