@@ -2,8 +2,8 @@
 
 ByteScheduler looks for both by Bayesian optimisation over steps that it runs. Here a grid is replayed, then a finer one
 around its best. Small parts let pushes and pulls begin side by side sooner; each costs hosts something that a capture
-does not tell. So two are proposed, and the clock decides: the fewest parts of those that are nearly best should that
-be much, and of those that are as good as the best should it be nothing.
+does not tell. So two are proposed, and the clock decides: the best one should that be nothing, and the fewest parts of
+those that are as good should it be something.
 
 Deterministic; stops early, with what it has, when its time is up; leaves the graph as it found it.
 """
@@ -31,8 +31,8 @@ _PARTS = (2, 3, 4, 6, 8, 12, 16)
 _SPACING, _FINER = 2.0, 2**0.5
 #: Parts of all gradients in one replay: more take seconds to make.
 _MOST_PARTS = 1_000
-#: Flows whose steps differ by less from the best one's are told apart by their parts.
-_NEARLY, _AS_GOOD = 0.1, 0.02
+#: Flows whose steps differ by less from that of the best are as good.
+_AS_GOOD = 0.02
 _MIB = 2**20
 
 
@@ -86,8 +86,8 @@ class _Search:
 
 
 def best_flows(graph: Graph, deadline_s: float) -> tuple[list[FlowVerdict], int]:
-    """The flow with the fewest parts of those that are nearly best, then, if it is another one, of those that are as
-    good as the best; and how many were replayed.
+    """The flow with the fewest parts of those that are as good as the best, and the best if it is another one; and how
+    many were replayed.
 
     A part is no larger than the job's own bound, by which BytePS would cut it.
     """
@@ -109,8 +109,6 @@ def best_flows(graph: Graph, deadline_s: float) -> tuple[list[FlowVerdict], int]
                 search.judge(Flow(size, max(size, aligned(round(at_once * factor)))))
     best = search.best()
     assert best is not None
-    found = []
-    for share in (_NEARLY, _AS_GOOD):
-        near = [v for v in search.seen.values() if v.step_ns <= best.step_ns * (1 + share)]
-        found.append(min(near, key=lambda v: (v.parts, v.step_ns, v.flow)))
-    return list(dict.fromkeys(found)), len(search.seen)
+    as_good = [v for v in search.seen.values() if v.step_ns <= best.step_ns * (1 + _AS_GOOD)]
+    fewest = min(as_good, key=lambda v: (v.parts, v.step_ns, v.flow))
+    return [fewest, *([best] if best != fewest else [])], len(search.seen)
