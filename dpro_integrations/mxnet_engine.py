@@ -40,7 +40,7 @@ def mark(name: str, reads: Sequence[Any], writes: Sequence[Any] = ()) -> None:
     """An op called ``name`` behind what writes the arrays ``reads``.
 
     Args:
-        writes: arrays of dpro's own; who waits for one waits for the mark.
+        writes: arrays of which nothing is written; who waits for one waits for the mark.
     """
     _push(_NOTHING, name, reads, writes, _PRIORITIZED)
 

@@ -173,9 +173,11 @@ class Partitions:
         suffix, cuts = self.bounds.suffix(flow.key).encode(), self._cuts[flow.key]
         given, self._given = self._given, {}
         stock = {name: f"{PREFIX}{place}".encode() for name, (place, _) in found.items()}
-        # others were frozen meanwhile, or have another array
-        ours = {name for name, own in cuts.items() if stock.get(name) in given and found[name][1] is own.gradient}
+        # others were frozen meanwhile, on all workers: these go by the same names whatever array a gradient is in
+        ours = [name for name, own in cuts.items() if stock.get(name) in given and own.fits(found[name][1])]
         for name in ours:
+            if found[name][1] is not cuts[name].gradient:
+                cuts[name] = _Cut(found[name][1], cuts[name].pieces)
             cuts[name].give()
         sent: dict[int, Any] = {}
         for at, piece in enumerate(flow.pieces):
@@ -189,9 +191,10 @@ class Partitions:
             check_call(self._stock(array.handle, c_str(renamed.decode()), *given[stock[piece.gradient]][1]))
         for name in ours:
             cuts[name].take()
-        for other in given.keys() - {stock[name] for name in ours}:
-            handle, rest = given[other]
-            check_call(self._stock(handle, c_str(other.decode()), *rest))
+        through = {stock[name] for name in ours}
+        for other, (handle, rest) in given.items():
+            if other not in through:
+                check_call(self._stock(handle, c_str(other.decode()), *rest))
 
     def _settle_address(self, name: bytes, handle: Any) -> None:
         """At a name's first push BytePS takes the array's address; MXNet may not have given it one yet."""
@@ -238,7 +241,7 @@ class _Cut:
     """
 
     def __init__(self, gradient: Any, pieces: list[Piece]) -> None:
-        self.gradient = gradient
+        self.gradient, self.pieces = gradient, pieces
         self._whole = pieces[0].whole
         size = np.dtype(gradient.dtype).itemsize
         self._spans = [(piece.begin // size, piece.end // size) for piece in pieces]
@@ -253,6 +256,10 @@ class _Cut:
             self.arrays = [mx.nd.zeros_like(view) for view in self._views()]
         for array in self.arrays:  # BytePS takes the address of each at once
             array.wait_to_read()
+
+    def fits(self, gradient: Any) -> bool:
+        """Whether the pieces are of such an array."""
+        return bool(gradient.size == self.gradient.size and gradient.dtype == self.gradient.dtype)
 
     def give(self) -> None:
         """Have the pieces what the gradient has."""

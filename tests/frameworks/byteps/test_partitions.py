@@ -171,6 +171,6 @@ def test_so_many_bytes_at_once_is_tried_and_judged_as_the_job_runs(kept: bool, t
 
 
 def test_a_layer_frozen_under_a_kept_plan_costs_nothing(told: Callable[..., list[Any]]) -> None:
-    """Its gradient goes no more, and then, from another array, as it went without dpro."""
+    """Its gradient goes no more, and then, from another array, by the same names again."""
     for one, other in zip(told("frozen", flow=True), told("frozen", flow=False), strict=True):
         assert one["weights"] == other["weights"]
