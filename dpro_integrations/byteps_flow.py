@@ -9,14 +9,15 @@ wait for one another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro.trace.byteps import PAGE_BYTES, cut, waits
-from dpro_integrations.byteps_partitions import MOST_BOUNDS, MOST_GRADIENTS, Bounds
+from dpro_integrations import byteps_partitions
+from dpro_integrations.byteps_partitions import Bounds
 
 
 class Piece(NamedTuple):
@@ -31,14 +32,20 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Flow:
-    """What goes, in order; ``waits``: for which earlier ones each waits. ``key``: the same for the same names."""
+    """What goes, in order, and ``most`` bytes at once; ``key`` is the same for the same names."""
 
     pieces: tuple[Piece, ...]
-    waits: tuple[tuple[int, ...], ...]
+    most: int
 
     @property
     def key(self) -> tuple[Piece, ...]:
         return self.pieces
+
+    def waits(self, places: Sequence[int] | None = None) -> list[list[int]]:
+        """For each of the pieces at ``places`` (all of them, if not given) the places of earlier ones to wait for."""
+        going = range(len(self.pieces)) if places is None else places
+        found = waits([self.pieces[at].end - self.pieces[at].begin for at in going], self.most)
+        return [[going[k] for k in before] for before in found]
 
     def of(self, gradient: str) -> list[int]:
         """Places of a gradient's pieces, from its first byte on."""
@@ -69,10 +76,9 @@ def flow_of(plan: Plan, known: Mapping[str, int], bounds: Bounds) -> Flow:
                 raise PlanError(f"BytePS itself cuts what is larger than {bounds.own} bytes")
             pieces.append(Piece(name, number, at, at + nbytes, nbytes == known[name]))
             at += nbytes
-    if len(pieces) > MOST_GRADIENTS:
-        raise PlanError(f"{len(pieces)} parts need as many names, and dpro has {MOST_GRADIENTS}")
-    before = waits([piece.end - piece.begin for piece in pieces], plan.in_flight_bytes)
-    flow = Flow(tuple(pieces), tuple(map(tuple, before)))
+    if len(pieces) > (most := byteps_partitions.MOST_GRADIENTS):
+        raise PlanError(f"{len(pieces)} parts need as many names, and dpro has {most}")
+    flow = Flow(tuple(pieces), plan.in_flight_bytes)
     if not bounds.room(flow.key):
-        raise PlanError(f"{MOST_BOUNDS} partition sizes were tried: BytePS frees no memory of any")
+        raise PlanError(f"{byteps_partitions.MOST_BOUNDS} partition sizes were tried: BytePS frees no memory of any")
     return flow

@@ -44,7 +44,7 @@ def of_connections(connections: Iterable[_Connection], scheduler: Address, serve
         for own, other, state, _ in known
         if state == _ESTABLISHED and own[1] not in listens and not (other[0] == own[0] and other[1] in listens)
     }
-    hosts = {own for own, other in made if other == scheduler}
+    hosts = {own for own, other in made if other != scheduler}  # a scheduler may be reached over another interface
     found = {other for _, other in made if other != scheduler}
     if len(hosts) != 1 or len(found) != servers:
         return "", ()

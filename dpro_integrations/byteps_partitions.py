@@ -19,7 +19,7 @@ from typing import Any
 
 from dpro.errors import PlanError
 from dpro.plan import Plan
-from dpro.trace.byteps import DEFAULT_PARTITION_BYTES, FIRST_NUMBER, MAX_PARTS, PAGE_BYTES, aligned, cut
+from dpro.trace.byteps import DEFAULT_PARTITION_BYTES, FIRST_NUMBER, MAX_PARTS, MOST_NAMES, PAGE_BYTES, aligned, cut
 from dpro_integrations import byteps_nodes
 from dpro_integrations.byteps_trace import MOST_PARTS
 
@@ -31,7 +31,7 @@ _SYMBOL = "_ZN6byteps6common12BytePSGlobal16_partition_bytesE"
 #: ``unsigned int next_key_``
 _COUNTER = "_ZN6byteps6common9next_key_E"
 #: Names of dpro's have numbers from :data:`FIRST_NUMBER` on: those of gradients, by bound, then those of meetings.
-MOST_GRADIENTS = 4096
+MOST_GRADIENTS = MOST_NAMES
 MEETING_NUMBER = FIRST_NUMBER + MOST_BOUNDS * MOST_GRADIENTS
 _MODULES = {"byteps.mxnet", "byteps.tensorflow", "byteps.torch"}
 _made = 0

@@ -285,12 +285,12 @@ class KerasBytePSAdapter(KerasAdapter):
     def _send(self, flow: Flow, given: dict[str, tuple[Any, str]]) -> list[Any]:
         """The sums of ``given`` (tensor and BytePS' name, by variable), in its order."""
         parts: list[Any] = []
-        for at, piece in enumerate(flow.pieces):
+        for at, (piece, before) in enumerate(zip(flow.pieces, flow.waits(), strict=True)):
             tensor, name = given[piece.gradient]
             size = tensor.dtype.size
             part = tensor if piece.whole else tf.reshape(tensor, [-1])[piece.begin // size : piece.end // size]
             renamed = self._bounds.name(flow.key, f"{name}.{piece.number}", at)
-            with tf.control_dependencies([parts[k] for k in flow.waits[at]]):
+            with tf.control_dependencies([parts[k] for k in before]):
                 parts.append(ops.C_LIB.byteps_push_pull(part, input_name=renamed))
         sums = []
         for gradient, (tensor, _) in given.items():

@@ -10,7 +10,7 @@ is pushed when it is through, part by part: the parts of a gradient are arrays o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,7 +64,7 @@ class Partitions:
         self._renaming = False
         self._flow: Flow | None = None
         self._given: dict[bytes, tuple[Any, Any]] = {}  # under a flow: by name, array and what else the trainer gave
-        self._cuts: dict[Hashable, dict[str, _Cut]] = {}  # by a flow's key and the gradient's parameter
+        self._cuts: dict[str, _Cut] = {}  # under a flow: by a gradient's parameter
         self._stock: Any = None
 
     @property
@@ -85,11 +85,11 @@ class Partitions:
         """
         if bound == self._now:
             return
-        if self._flow is not None:
-            self.clear()
         self._wanted = bound
         _settle()
         self._declare(bound)
+        if self._flow is not None:
+            self._detach()
         if not self._now:
             self._own = self.bounds.now
             self._attach()
@@ -99,14 +99,19 @@ class Partitions:
         """Put ``flow``, of the gradients by their parameters' names, in force; as :meth:`set`."""
         if flow == self._flow:
             return
-        if self._now:
-            self.clear()
         self._wanted = flow
         _settle()
         self._declare(flow)
+        gradients = {parameter.name: parameter.list_grad()[0] for _, parameter in reduced(self._trainer)}
+        pieces: dict[str, list[Piece]] = {}
+        for piece in flow.pieces:
+            pieces.setdefault(piece.gradient, []).append(piece)
+        cuts = {name: _Cut(gradients[name], some) for name, some in pieces.items()}
+        if self._now:
+            self._detach()
         if self._flow is None:
             self._attach()
-        self._flow = flow
+        self._flow, self._cuts = flow, cuts
 
     def clear(self) -> None:
         """Back to the job's bound and names.
@@ -117,16 +122,9 @@ class Partitions:
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             self._declare(wanted)
-        if not self.changed:
-            return
-        _settle()
-        if self._now:
-            self.bounds.now = self._own
-        self._now, self._flow = 0, None
-        if getattr(ops.MXNET_LIB_CTYPES, _PUSH) == self._push:  # else somebody wrapped ours, which passes on
-            setattr(ops.MXNET_LIB_CTYPES, _PUSH, self._stock)
-        if vars(self._trainer).get("_allreduce_grads") == self._allreduce_grads:
-            del self._trainer._allreduce_grads
+        if self.changed:
+            _settle()
+            self._detach()
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -135,28 +133,31 @@ class Partitions:
         setattr(ops.MXNET_LIB_CTYPES, _PUSH, self._push)
         self._trainer._allreduce_grads = self._allreduce_grads
 
+    def _detach(self) -> None:
+        """Nothing is on its way."""
+        if self._now:
+            self.bounds.now = self._own
+        self._now, self._flow, self._cuts = 0, None, {}
+        if getattr(ops.MXNET_LIB_CTYPES, _PUSH) == self._push:  # else somebody wrapped ours, which passes on
+            setattr(ops.MXNET_LIB_CTYPES, _PUSH, self._stock)
+        if vars(self._trainer).get("_allreduce_grads") == self._allreduce_grads:
+            del self._trainer._allreduce_grads
+
     def _declare(self, wanted: int | Flow) -> None:
-        """Names, and what else there has to be before the first step under it."""
-        parameters = {parameter.name: (place, parameter) for place, parameter in reduced(self._trainer)}
+        places = {parameter.name: place for place, parameter in reduced(self._trainer)}
         if isinstance(wanted, Flow):
             if self.bounds.reserve(wanted.key):
                 for at, piece in enumerate(wanted.pieces):
-                    self.bounds.name(wanted.key, f"{PREFIX}{parameters[piece.gradient][0]}.{piece.number}", at)
-            if wanted.key not in self._cuts:
-                pieces: dict[str, list[Piece]] = {}
-                for piece in wanted.pieces:
-                    pieces.setdefault(piece.gradient, []).append(piece)
-                self._cuts[wanted.key] = {
-                    name: _Cut(parameters[name][1].list_grad()[0], some) for name, some in pieces.items()
-                }
+                    self.bounds.name(wanted.key, f"{PREFIX}{places[piece.gradient]}.{piece.number}", at)
         elif self.bounds.reserve(wanted):
-            for place, _ in parameters.values():
+            for place in places.values():
                 self.bounds.name(wanted, f"{PREFIX}{place}", place)
 
     def _allreduce_grads(self) -> None:
         """As the trainer does it, under the names of the bound in force."""
         trainer = self._trainer
         self._renaming = self.changed
+        self._given = {}
         try:
             type(trainer)._allreduce_grads(trainer)
         finally:
@@ -170,7 +171,7 @@ class Partitions:
     def _send(self, flow: Flow) -> None:
         """Push what the trainer would have pushed, in the flow's order; what the flow does not know goes as ever."""
         found = {parameter.name: (place, parameter.list_grad()[0]) for place, parameter in reduced(self._trainer)}
-        suffix, cuts = self.bounds.suffix(flow.key).encode(), self._cuts[flow.key]
+        suffix, cuts = self.bounds.suffix(flow.key).encode(), self._cuts
         given, self._given = self._given, {}
         stock = {name: f"{PREFIX}{place}".encode() for name, (place, _) in found.items()}
         # others were frozen meanwhile, on all workers: these go by the same names whatever array a gradient is in
@@ -179,15 +180,15 @@ class Partitions:
             if found[name][1] is not cuts[name].gradient:
                 cuts[name] = _Cut(found[name][1], cuts[name].pieces)
             cuts[name].give()
+        going = [at for at, piece in enumerate(flow.pieces) if piece.gradient in ours]
         sent: dict[int, Any] = {}
-        for at, piece in enumerate(flow.pieces):
-            if piece.gradient not in ours:
-                continue
+        for at, before in zip(going, flow.waits(going), strict=True):
+            piece = flow.pieces[at]
             array = sent[at] = cuts[piece.gradient].arrays[piece.number]
             renamed = stock[piece.gradient] + b"." + str(piece.number).encode() + suffix
             self._settle_address(renamed, array.handle)
-            if before := [sent[k] for k in flow.waits[at] if k in sent]:
-                mxnet_engine.mark("dpro/turn", before, [array])
+            if before:
+                mxnet_engine.mark("dpro/turn", [sent[k] for k in before], [array])
             check_call(self._stock(array.handle, c_str(renamed.decode()), *given[stock[piece.gradient]][1]))
         for name in ours:
             cuts[name].take()

@@ -37,7 +37,8 @@ def test_pieces_go_in_the_plans_order_and_wait_for_what_was_before(bounds: Bound
         Piece("b", 0, 0, 8, True),
     )
     # 1 page and 4 bytes, 2 more: too much; 1 more beside the 2; 8 bytes find no room beside these 3
-    assert flow.waits == ((), (0,), (), (1,))
+    assert flow.waits() == [[], [0], [0], [1]]
+    assert flow.waits([1, 2, 3]) == [[], [], [1]]  # without the first
     assert flow.of("a") == [1, 2]
 
 
@@ -72,7 +73,7 @@ def test_parts_that_byteps_would_cut_are_refused(bounds: Bounds, monkeypatch: py
 
 def test_names_are_limited(bounds: Bounds, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as limited, pytest.raises(PlanError, match="4 parts need as many names"):
-        limited.setattr("dpro_integrations.byteps_flow.MOST_GRADIENTS", 3)
+        limited.setattr(byteps_partitions, "MOST_GRADIENTS", 3)
         flow_of(plan(), KNOWN, bounds)
     monkeypatch.setattr(byteps_partitions, "_made", byteps_partitions.MOST_BOUNDS)
     with pytest.raises(PlanError, match="frees no memory"):

@@ -65,6 +65,12 @@ def listening() -> Iterator[tuple[str, int]]:
         yield server.getsockname()
 
 
+def test_a_scheduler_may_be_reached_over_another_interface() -> None:
+    local = "127.0.0.1", 9100
+    made = [((local[0], 40_000), local, EST, "2") if one[3] == "2" else one for one in worker((HERE, 8000))]
+    assert of_connections(made, local, 1) == (HERE, (HERE,))
+
+
 def test_without_a_job_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     byteps_nodes.nodes.cache_clear()
     monkeypatch.delenv("DMLC_PS_ROOT_URI", raising=False)

@@ -87,7 +87,7 @@ def test_legal() -> None:
     assert not edit.legal(graph, Flow(PAGE + 1, 4 * PAGE))  # no whole page
     assert not edit.legal(graph, Flow(2 * PAGE, PAGE))  # a part that may never go
     assert not edit.legal(graph, Flow(0, PAGE))
-    graph.tensors[0].nbytes = 40_000 * PAGE
+    graph.tensors[0].nbytes = 4_096 * PAGE
     assert not edit.legal(graph, Flow(PAGE, 4 * PAGE))  # more names than there are numbers
     assert all(edit.legal(graph, flow) for flow in edit.candidates(graph))
     graph.set_buckets([])

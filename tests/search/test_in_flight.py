@@ -70,6 +70,8 @@ def test_without_the_knob_there_is_none_and_without_time_neither() -> None:
     found = optimize(graph, knobs={Knob.PARTITION_BOUND})
     assert all(candidate.plan.in_flight_bytes is None for candidate in found.candidates)
     assert best_flows(graph, time.monotonic() - 1) == ([], 0)
+    alone = optimize(graph, knobs={Knob.IN_FLIGHT})
+    assert alone.candidates and all(candidate.plan.in_flight_bytes for candidate in alone.candidates)
 
 
 def test_where_one_small_gradient_is_pushed_there_is_nothing_to_gain() -> None:

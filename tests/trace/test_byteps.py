@@ -318,22 +318,22 @@ def test_sizes_that_fit_no_bound_are_unknown_and_said(tmp_path: Path) -> None:
 
 def test_what_is_waited_for_by_hand() -> None:
     assert byteps.waits([], 10) == []
-    assert byteps.waits([4, 4, 4, 4], 8) == [[], [], [0], [1]]
+    assert byteps.waits([4, 4, 4, 4], 8) == [[], [], [0], [0, 1]]
     assert byteps.waits([4, 4, 4, 4], 100) == [[]] * 4
+    assert byteps.waits([4, 4, 4, 4], 4) == [[], [0], [1], [2]]  # the second is through: so is the first
     assert byteps.waits([1, 1, 1, 3, 1], 3) == [[], [], [], [0, 1, 2], [3]]
     assert byteps.waits([2, 9, 2], 3) == [[], [0], [1]]  # larger than all that may go: alone
 
 
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 20))
 def test_no_more_is_under_way_than_may_be(sizes: list[int], most: int) -> None:
-    """Where pieces are through in the order in which they went."""
-    waited: set[int] = set()
+    """Whatever is through when: a piece that goes knows that what it waited for is, and what that waited for."""
+    through: list[set[int]] = []
     for at, before in enumerate(byteps.waits(sizes, most)):
-        assert all(earlier < at and earlier not in waited for earlier in before)
-        waited |= set(before)
-        under_way = sum(n for k, n in enumerate(sizes[: at + 1]) if k not in waited)
+        assert all(earlier < at for earlier in before)
+        through.append(set(before).union(*(through[earlier] for earlier in before)))
+        under_way = sum(n for k, n in enumerate(sizes[: at + 1]) if k not in through[at])
         assert under_way <= most or under_way == sizes[at]
-        assert waited == set(range(len(waited)))  # and no longer than needed
-        last = max(before, default=None)
-        if last is not None:
-            assert under_way + sizes[last] > most
+        if through[at]:  # and it waits no longer than needed
+            assert through[at] == set(range(len(through[at])))
+            assert under_way + sizes[max(through[at])] > most or len(through[at]) == len(through[at - 1])

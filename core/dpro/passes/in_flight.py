@@ -18,7 +18,7 @@ from dpro.adapter import Knob
 from dpro.graph.graph import Bucket, Graph
 from dpro.passes.tensor_fusion import ready_order
 from dpro.passes.tensor_partition import HAND_TRIED_BYTES, Way, captured, told
-from dpro.trace.byteps import FIRST_NUMBER, MAX_PARTS, PAGE_BYTES, PART_BITS, aligned, cut, server_of, waits
+from dpro.trace.byteps import FIRST_NUMBER, MOST_NAMES, PAGE_BYTES, PART_BITS, aligned, cut, server_of, waits
 
 #: Parts on their way at once that are tried by hand.
 HAND_TRIED_PARTS = (2, 4, 8)
@@ -46,14 +46,14 @@ class InFlight:
                     yield found
 
     def legal(self, graph: Graph, candidate: Flow) -> bool:
-        """Whether there are gradients to push, parts are whole pages that may go at all, and all have names."""
+        """Whether all that is pushed is known, parts are whole pages that may go, and there are as many names."""
         part, most = candidate
         return (
-            bool(captured(graph))
+            0 < len(captured(graph)) == len(graph.buckets)
             and part > 0
             and part % PAGE_BYTES == 0
             and part <= most
-            and len(pieces(graph, part)) <= MAX_PARTS - FIRST_NUMBER
+            and len(pieces(graph, part)) <= MOST_NAMES
         )
 
     def apply(self, graph: Graph, candidate: Flow) -> int:
@@ -75,7 +75,8 @@ class InFlight:
             for earlier in before:
                 for rank, op in ended[earlier].items():
                     after.setdefault(rank, []).append(op)
-            server = server_of((FIRST_NUMBER + place) << PART_BITS, ps.layout.servers, ps.layout.hash_fn)
+            # the first numbers are those of names that were recorded
+            server = server_of((FIRST_NUMBER + MOST_NAMES + place) << PART_BITS, ps.layout.servers, ps.layout.hash_fn)
             ended.append(ways[tensor].add_part(number, size, after, server))
         buckets = list(graph.buckets)
         for at, bucket in enumerate(buckets):

@@ -132,16 +132,18 @@ def search(
     try:
         if known is None:
             graph.info[MODEL] = fit_ps([graph])
+        cutting = bool(knobs & TensorPartition.knobs)
         share = _PARTITIONS_SHARE if Knob.IN_FLIGHT in knobs else 1.0
         judge = _Judge(graph, began + share * time_budget_s)
         judge.rebase(captured(graph))
         baseline = judge.judge(own(graph))
-        _sweep(judge)
+        if cutting:
+            _sweep(judge)
         if Knob.PARTITIONS in knobs:
             _one_by_one(judge)
         found = [_candidate(graph, v, baseline, fingerprint or {}) for v in _choose(judge, baseline, top)]
+        stopped = "time budget" if cutting and judge.out_of_time() else "no improvement left"
         flows, replays = best_flows(graph, began + time_budget_s) if Knob.IN_FLIGHT in knobs else ([], 0)
-        stopped = "time budget" if judge.out_of_time() else "no improvement left"
         groups = tuple(bucket.tensors for bucket in graph.buckets)
         flowing = [
             Candidate(v.name, v.plan(graph, fingerprint or {}, baseline.step_ns), v.step_ns / 1e6, groups)

@@ -36,8 +36,9 @@ SETTINGS = "byteps"
 #: ``RankTrace.meta.source`` of a server's own trace (its wire rows alone).
 SERVER = "byteps_server"
 DEFAULT_PARTITION_BYTES = 4_096_000
-#: Numbers of the names that dpro declares: the upper half of those that there are.
+#: Numbers of the names that dpro declares: the upper half of those that there are. At most so many for each way to cut.
 FIRST_NUMBER = 1 << 15
+MOST_NAMES = 4096
 #: A bound is rounded up to whole pages.
 PAGE_BYTES = 4096
 #: A key has so many bits for the partition.
@@ -147,23 +148,23 @@ def cut(nbytes: int, bound: int) -> list[int]:
 
 
 def waits(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """What is to be through before each piece goes, when no more than ``most`` bytes are to be on their way at once.
+    """What is to be through before each piece goes, so that no more than ``most`` bytes are on their way at once.
 
     Args:
         sizes: bytes of the pieces in the order in which they go. One that is larger than ``most`` goes alone.
 
-    Returns for each piece the places of earlier ones, each of which is waited for once. (A credit, as ByteScheduler has
-    it: SOSP 2019, section 4.)
+    Returns for each piece the places of earlier ones; what these waited for is through by then, too. (A credit, as
+    ByteScheduler has it: SOSP 2019, section 4.)
     """
     out: list[list[int]] = []
+    before: list[int] = []  # by piece: all before that place are through when it goes
     first = held = 0
     for nbytes in sizes:
-        before = []
-        while first < len(out) and held + nbytes > most:
-            before.append(first)
+        while first < len(before) and held + nbytes > most:
             held -= sizes[first]
             first += 1
-        out.append(before)
+        out.append(list(range(before[first - 1], first)) if first else [])
+        before.append(first)
         held += nbytes
     return out
 

@@ -90,7 +90,6 @@ def sums_under_plans(rounds: int) -> dict[str, Any]:
     for label in order:
         if label == "copies":  # of the pieces, as on a GPU: under names of their own
             mxnet_partitions.SHARES_MEMORY = False
-            made._partitions._cuts.clear()
             plans[label] = replace(plans["flow3"], push_order=[*made._places()])
         if label:
             made.prepare(plans[label])
@@ -140,6 +139,16 @@ def train(plans: bool, steps: int = 50, **arguments: Any) -> dict[str, Any]:
     return {"weights": digest(net), "moved": digest(net) != begun, "checksum": made.checksum()}
 
 
+def noting(push: Any, names: list[str]) -> Any:
+    """``push``, with the names that it is given in ``names``."""
+
+    def noted(array: Any, name: Any, *rest: Any) -> Any:
+        names.append(name.value.decode())
+        return push(array, name, *rest)
+
+    return noted
+
+
 def frozen(flow: bool, steps: int = 30) -> dict[str, Any]:
     """A layer is frozen and trained again later, with another array for its gradient, while gradients go in turn."""
     mx.random.seed(2)
@@ -150,20 +159,31 @@ def frozen(flow: bool, steps: int = 30) -> dict[str, Any]:
     x, y = mxnet_job.data()
     loss = gluon.loss.L2Loss()
     first = max(trainer._params, key=lambda parameter: parameter.data().size if parameter.shape else 0)
-    said = ""
+    stock = MXNET_LIB_CTYPES.byteps_mxnet_push_pull_async
+    names: list[str] = []
     for step in range(steps):
         if step in (10, 20):
             first.grad_req = "null" if step == 10 else "write"
         if flow and step == 4:
             made.apply(flow_of(made, 2))
+            made._partitions._stock = noting(stock, names)
+        if step in (12, steps - 1):
+            names.append(f"step {step}")
         at = step % len(x)
         with autograd.record():
             error = loss(net(mx.nd.array(x[at, bps.rank()])), mx.nd.array(y[at, bps.rank()]))
         error.backward()
         trainer.step(x.shape[2])
-        said = said or made.obstacle()
+    made._partitions._stock = stock
     made.revert()
-    return {"weights": digest(net), "obstacle": said}
+    frozen_at, again_at = names.index("step 12"), names.index(f"step {steps - 1}")
+    place = made._places()[first.name]
+    return {
+        "weights": digest(net),
+        "frozen": sorted({name for name in names[frozen_at : frozen_at + 4] if name.startswith("gradient_")}),
+        "at the end": sorted(names[again_at + 1 :]),
+        "place": place,
+    }
 
 
 def foreign() -> dict[str, Any]:
