@@ -82,7 +82,7 @@ def test_sums_are_right_before_under_and_after_plans(
         assert one["checks"] == 15 * 8 * (len(sums.ELEMENTS) + 1)
         seen = dict(one["seen"])
         assert all(state == seen["before"] for label, state in one["seen"] if label == "after")
-        assert [label for label, _ in one["seen"]].count("after") == 6
+        assert [label for label, _ in one["seen"]].count("after") == 5
         assert seen["small"][1] == 16384 and seen["large"][1] == 131072
         assert seen["flow1"][1] == seen["copies"][1] == sums.PARTITION_BYTES
 
