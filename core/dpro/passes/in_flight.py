@@ -64,9 +64,10 @@ class InFlight:
         ps, model = told(graph)
         wanted = {tensor for tensor, _ in captured(graph)}
         mark = graph.mark()
-        gone = [bucket for bucket in graph.buckets if len(bucket.tensors) == 1 and bucket.tensors[0] in wanted]
-        graph.remove_ops([op for bucket in gone for op in bucket.ops])
-        ways = {bucket.tensors[0]: Way(graph, bucket.tensors[0], ps, model) for bucket in gone}
+        buckets = list(graph.buckets)
+        gone = {at: b for at, b in enumerate(buckets) if len(b.tensors) == 1 and b.tensors[0] in wanted}
+        graph.remove_ops([op for bucket in gone.values() for op in bucket.ops])
+        ways = {bucket.tensors[0]: Way(graph, bucket.tensors[0], ps, model) for bucket in gone.values()}
         parts = pieces(graph, candidate.part_bytes)
         ended: list[dict[int, int]] = []
         for place, before in enumerate(waits([size for _, _, size in parts], candidate.in_flight_bytes)):
@@ -78,12 +79,10 @@ class InFlight:
             # the first numbers are those of names that were recorded
             server = server_of((FIRST_NUMBER + MOST_NAMES + place) << PART_BITS, ps.layout.servers, ps.layout.hash_fn)
             ended.append(ways[tensor].add_part(number, size, after, server))
-        buckets = list(graph.buckets)
-        for at, bucket in enumerate(buckets):
-            if bucket.tensors[0] in ways and bucket in gone:
-                way = ways[bucket.tensors[0]]
-                way.add_ends(bucket.nbytes)
-                buckets[at] = Bucket(bucket.tensors, bucket.nbytes, tuple(way.ops))
+        for at, bucket in gone.items():
+            way = ways[bucket.tensors[0]]
+            way.add_ends(bucket.nbytes)
+            buckets[at] = Bucket(bucket.tensors, bucket.nbytes, tuple(way.ops))
         graph.set_buckets(buckets)
         return mark
 
