@@ -68,6 +68,18 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class Changes:
+    """What edits did to a graph. ``changed`` ops were there before and are still; op and edge ids that are not below
+    ``first_op`` and ``first_edge`` are new (and may be dead again).
+    """
+
+    changed: list[int]
+    removed: list[int]
+    first_op: int
+    first_edge: int
+
+
+@dataclass(frozen=True)
 class Arrays:
     """A frozen view for the engine: living ops only, successors in CSR form.
 
@@ -97,6 +109,7 @@ class Graph:
         self._op_count = 0
         self._edge_count = 0
         self._journal: list[tuple[Any, ...]] = []
+        self._incident: _Incident | None = None
         self._arrays: Arrays | None = None
         self._names: dict[str, int] = {}
         self.name_table: list[str] = []
@@ -130,6 +143,11 @@ class Graph:
         n = self._edge_count
         keep = self._edges["alive"][:n]
         return np.stack([self._edges["src"][:n][keep], self._edges["dst"][:n][keep]], axis=1)
+
+    def edges_since(self, first: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """(sources, destinations) of the living edges with ids from ``first`` on."""
+        keep = first + np.flatnonzero(self._edges["alive"][first : self._edge_count])
+        return self._edges["src"][keep], self._edges["dst"][keep]
 
     def name_of(self, op: int) -> str:
         return self.name_table[int(self._ops["name"][op])]
@@ -214,16 +232,25 @@ class Graph:
     def remove_ops(self, ops: tuple[int, ...] | list[int]) -> None:
         """Kill ops and every edge that touches them. Ids are never used again."""
         dead = np.asarray(ops, dtype=np.int64)
-        n = self._edge_count
-        gone = np.zeros(self._op_count, "?")
-        gone[dead] = True
-        hit = self._edges["alive"][:n] & (gone[self._edges["src"][:n]] | gone[self._edges["dst"][:n]])
-        edges = np.flatnonzero(hit)
+        edges = self._edges_of(dead)
         living = dead[self._ops["alive"][dead]]
         self._ops["alive"][living] = False
         self._edges["alive"][edges] = False
         self._journal.append(("kill", living, edges))
         self._arrays = None
+
+    def _edges_of(self, ops: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Living edges that touch any of ``ops``. Old ones are looked up, so that one bucket's ops cost little."""
+        n = self._edge_count
+        known = self._incident
+        if known is None or n - known.edges > _UNINDEXED + known.edges // 4:
+            known = self._incident = _Incident(self._edges["src"][:n], self._edges["dst"][:n], self._op_count)
+        gone = np.zeros(self._op_count, "?")
+        gone[ops] = True
+        src, dst = self._edges["src"][known.edges : n], self._edges["dst"][known.edges : n]
+        fresh = known.edges + np.flatnonzero(gone[src] | gone[dst])
+        found = np.unique(np.concatenate([known.of(ops), fresh]))
+        return found[self._edges["alive"][found]]
 
     def set_buckets(self, buckets: list[Bucket]) -> None:
         self._journal.append(("buckets", self.buckets))
@@ -231,6 +258,23 @@ class Graph:
 
     def mark(self) -> int:
         return len(self._journal)
+
+    def changes(self, mark: int) -> Changes:
+        """What the edits since ``mark`` come to."""
+        first_op, first_edge = self._op_count, self._edge_count
+        changed: list[int] = []
+        removed: list[int] = []
+        for entry in self._journal[mark:]:
+            what = entry[0]
+            first_op -= what == "op"
+            first_edge -= what == "edge"
+            if what == "set":
+                changed += [entry[1]] if isinstance(entry[1], int) else entry[1].tolist()
+            elif what == "kill":
+                removed += entry[1].tolist()
+        gone = {op for op in removed if op < first_op}
+        kept = {op for op in changed if op < first_op} - gone
+        return Changes(sorted(kept), sorted(gone), first_op, first_edge)
 
     def undo(self, mark: int) -> None:
         """Take back every edit made since ``mark``, newest first."""
@@ -250,6 +294,8 @@ class Graph:
                 self._edges["alive"][entry[2]] = True
             else:
                 self.buckets = entry[1]
+        if self._incident is not None and self._incident.edges > self._edge_count:
+            self._incident = None  # it has ids of edges that will be given anew
         self._arrays = None
 
     # -- freezing ----------------------------------------------------------------------------
@@ -288,3 +334,22 @@ class Graph:
             out.add_node(op, name=self.name_of(op), kind=OpKind(self._ops["kind"][op]).name, **attributes)
         out.add_edges_from(map(tuple, self.edges().tolist()))
         return out
+
+
+#: So many edges, and a fourth of all, may be new before all are indexed again.
+_UNINDEXED = 4096
+
+
+class _Incident:
+    """The edges that there were when it was made, by the ops that they touch, dead ones too."""
+
+    def __init__(self, src: npt.NDArray[np.int32], dst: npt.NDArray[np.int32], ops: int) -> None:
+        self.edges = len(src)
+        ends = np.concatenate([src, dst])
+        self._order = np.argsort(ends, kind="stable")
+        self._first = np.searchsorted(ends[self._order], np.arange(ops + 1))
+
+    def of(self, ops: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        known = ops[ops < len(self._first) - 1]
+        found = [self._order[self._first[op] : self._first[op + 1]] for op in known.tolist()]
+        return np.concatenate(found) % max(1, self.edges) if found else np.zeros(0, np.int64)
