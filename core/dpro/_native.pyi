@@ -19,6 +19,47 @@ def replay(
         TypeError: an array has another dtype than named, or is not contiguous.
     """
 
+class Delta:
+    """The schedule of a graph, ready for edits; each is taken back before the next. Arrays as for :func:`replay`."""
+
+    def __init__(
+        self,
+        resource: npt.NDArray[np.int32],
+        duration: npt.NDArray[np.int64],
+        gap: npt.NDArray[np.int64],
+        priority: npt.NDArray[np.int32],
+        indptr: npt.NDArray[np.int64],
+        indices: npt.NDArray[np.int32],
+        resources: int,
+    ) -> None: ...
+    def run(
+        self,
+        changed: npt.NDArray[np.int32],
+        resource: npt.NDArray[np.int32],
+        duration: npt.NDArray[np.int64],
+        gap: npt.NDArray[np.int64],
+        priority: npt.NDArray[np.int32],
+        removed: npt.NDArray[np.int32],
+        src: npt.NDArray[np.int32],
+        dst: npt.NDArray[np.int32],
+        limit: int,
+    ) -> bool:
+        """Whether the edited schedule could be told from the base's by looking at no more than ``limit`` ops.
+
+        ``resource`` and the others: of the ``changed`` rows, then of new ones, which follow the base's rows.
+
+        Raises:
+            ValueError: lengths disagree, or the edit does not fit the base.
+        """
+
+    def times(
+        self,
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Rows that may differ from the base, with start, end and cause of each."""
+
+    makespan: int
+    looked_at: int
+
 def wire_unsupported() -> str:
     """Empty where the wire can be traced, else why not."""
 

@@ -93,11 +93,9 @@ def test_looks_at_what_changes_only() -> None:
     graph = chain(1000)
     base = DeltaReplay(graph)
     assert base.makespan_ns() == 1000 * 11 + 5 and base.looked_at == 0
-    graph.set(
-        1001, "duration", 8
-    )  # a send in the middle: its link is free for 6 after each send, so the next one waits not
+    graph.set(1001, "duration", 8)  # in the middle: its link is free for 6 after each send
     assert base.makespan_ns() == 1000 * 11 + 5 and base.looked_at <= 3
-    graph.set(1001, "duration", 8 + 3 * 6)  # now it delays the next three, the fourth begins as before
+    graph.set(1001, "duration", 8 + 3 * 6)  # it delays the next three, the fourth no more
     assert base.makespan_ns() == 1000 * 11 + 5 and base.looked_at <= 8
     assert base.whole == 0
 

@@ -250,7 +250,8 @@ class Graph:
         src, dst = self._edges["src"][known.edges : n], self._edges["dst"][known.edges : n]
         fresh = known.edges + np.flatnonzero(gone[src] | gone[dst])
         found = np.unique(np.concatenate([known.of(ops), fresh]))
-        return found[self._edges["alive"][found]]
+        living: npt.NDArray[np.int64] = found[self._edges["alive"][found]]
+        return living
 
     def set_buckets(self, buckets: list[Bucket]) -> None:
         self._journal.append(("buckets", self.buckets))
