@@ -200,3 +200,26 @@ def test_to_networkx_has_the_living_ops_with_their_columns() -> None:
         "priority": 0, "tensor": -1, "rank": 0, "nbytes": -1,
     }  # fmt: skip
     assert (out.nodes[b]["kind"], out.nodes[b]["nbytes"]) == ("COLLECTIVE", 4096)
+
+
+def test_a_subgraph_is_a_graph_of_its_own() -> None:
+    graph = Graph()
+    host = graph.resource("host")
+    a, b, c, d = (graph.add_op(name, OpKind.LOCAL, resource=host, duration=i) for i, name in enumerate("abcd"))
+    graph.add_edge(a, c)
+    graph.add_edge(b, c)
+    graph.add_edge(c, d)
+    graph.out_op, graph.in_op = {(0, 0): a, (1, 0): b}, {(0, 0): d}
+    graph.set_buckets([Bucket((0,), 8, (b, c))])
+    graph.info["channel"] = "x"
+    graph.remove_ops([d])
+    part, new = graph.subgraph(np.array([True, False, True, True]))
+    assert new.tolist() == [0, -1, 1, -1]  # d is dead
+    assert [part.name_of(op) for op in range(len(part))] == ["a", "c"]
+    assert part.edges().tolist() == [[0, 1]]
+    assert (part.out_op, part.in_op, part.buckets) == ({(0, 0): 0}, {}, [Bucket((0,), 8, (1,))])
+    part.add_op("e", OpKind.LOCAL, resource=part.resource("host"), duration=9, after=[1])
+    assert part.resource("other") == 1
+    part.undo(0)
+    assert len(part) == 2
+    assert (len(graph), graph.resource_names, graph.column("duration").tolist()) == (3, ["host"], [0, 1, 2, 3])

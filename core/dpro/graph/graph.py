@@ -7,7 +7,7 @@ search tries thousands of edits on one graph without copying it. networkx is for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -298,6 +298,40 @@ class Graph:
         if self._incident is not None and self._incident.edges > self._edge_count:
             self._incident = None  # it has ids of edges that will be given anew
         self._arrays = None
+
+    # -- copying -----------------------------------------------------------------------------
+
+    def subgraph(self, keep: npt.NDArray[np.bool_]) -> tuple[Graph, npt.NDArray[np.int32]]:
+        """A new graph of the living ops in ``keep`` [ops ever made] and the edges among them, in the same order.
+
+        Resources, names and tensors are the same, ``info`` and ``warnings`` copied, the journal is empty. Of
+        ``buckets``, ``out_op`` and ``in_op`` it has what points at kept ops only. Also returns, by old op, the
+        new one (-1: not kept).
+        """
+        ids = np.flatnonzero(keep & self.column("alive"))
+        new = np.full(self._op_count, -1, dtype=np.int32)
+        new[ids] = np.arange(len(ids), dtype=np.int32)
+        out = Graph()
+        # never empty: an array grows by doubling
+        out._ops = {key: np.append(column[ids], column[:1]) for key, column in self._ops.items()}
+        pairs = new[self.edges()]
+        pairs = pairs[(pairs >= 0).all(axis=1)]
+        out._edges = {
+            "src": np.append(pairs[:, 0], pairs.dtype.type(0)),
+            "dst": np.append(pairs[:, 1], pairs.dtype.type(0)),
+            "alive": np.ones(len(pairs) + 1, "?"),
+        }
+        out._op_count, out._edge_count = len(ids), len(pairs)
+        out._names, out.name_table = dict(self._names), list(self.name_table)
+        out._resource_ids, out.resource_names = dict(self._resource_ids), list(self.resource_names)
+        out.tensors = [replace(tensor) for tensor in self.tensors]
+        for bucket in self.buckets:
+            ops = tuple(int(new[op]) for op in bucket.ops if new[op] >= 0)
+            out.buckets.append(replace(bucket, ops=ops))
+        out.out_op = {key: int(new[op]) for key, op in self.out_op.items() if new[op] >= 0}
+        out.in_op = {key: int(new[op]) for key, op in self.in_op.items() if new[op] >= 0}
+        out.ranks, out.info, out.warnings = self.ranks, dict(self.info), list(self.warnings)
+        return out, new
 
     # -- freezing ----------------------------------------------------------------------------
 
