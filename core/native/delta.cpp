@@ -198,10 +198,10 @@ bool Delta::visit(std::int32_t row) {
     const std::int64_t end = start + op.duration;
     op.cause = cause;
     op.start = start;
-    if (end != op.end) {
-        op.end = end;
-        told(row);
-    }
+    // What takes no time may set others free at another place in the order of the same instant.
+    const bool tell = end != op.end || op.duration == 0;
+    op.end = end;
+    if (tell) told(row);
     return true;
 }
 

@@ -82,10 +82,9 @@ def chain(ops: int) -> Graph:
     graph = Graph()
     thread, link = graph.resource("thread"), graph.resource("link")
     last: list[int] = []
-    for k in range(ops):
+    for _ in range(ops):
         last = [graph.add_op("work", OpKind.FORWARD, resource=thread, duration=10, gap=1, after=last)]
         graph.add_op("send", OpKind.SEND, resource=link, duration=5, after=last)
-    assert k == ops - 1
     return graph
 
 

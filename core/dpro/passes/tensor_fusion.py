@@ -17,6 +17,7 @@ grouping. Conventions it relies on and keeps:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from dpro.adapter import Knob
@@ -114,6 +115,13 @@ def add_collective(
     return tuple(ops)
 
 
+@dataclass
+class _Modelled(Bucket):
+    """A bucket that this pass has made, and what it went by; a captured one is as it was measured."""
+
+    model: SyncModel | None = None
+
+
 class TensorFusion:
     """Regroup the gradients of a graph. A candidate is a :data:`Grouping`; see the module text."""
 
@@ -156,11 +164,16 @@ class TensorFusion:
         wiring = self._wiring[graph]
         model: SyncModel = graph.info["sync"]
         mark = graph.mark()
-        graph.remove_ops([op for bucket in graph.buckets for op in bucket.ops])
+        # A bucket waits for the one so many before it: 0 if its place is its own business.
+        back = 0 if graph.info.get("negotiated") else int(graph.info.get("in_flight", 1))
+        kept = _kept(graph.buckets, candidate, back, model)
+        gone = [bucket for m, bucket in enumerate(graph.buckets) if m not in kept.values()]
+        graph.remove_ops([op for bucket in gone for op in bucket.ops])
 
         launch_ns = round(graph.info.get("launch_ns", 0))
         launches: dict[int, int] = {}
-        for sign, groups in ((-1, [bucket.tensors for bucket in graph.buckets]), (1, candidate)):
+        fresh = [group for m, group in enumerate(candidate) if m not in kept]
+        for sign, groups in ((-1, [bucket.tensors for bucket in gone]), (1, fresh)):
             for op in (op for group in groups for op in wiring.last_outs(group)):
                 launches[op] = launches.get(op, 0) + sign * launch_ns
         duration = graph.column("duration")
@@ -170,14 +183,16 @@ class TensorFusion:
                 graph.set(op, "duration", max(0, int(duration[op]) + delta))
 
         buckets: list[Bucket] = []
-        in_flight = int(graph.info.get("in_flight", 1))
-        for group in candidate:
+        for m, group in enumerate(candidate):
+            if m in kept:
+                buckets.append(graph.buckets[kept[m]])
+                continue
             nbytes = sum(graph.tensors[t].nbytes for t in group)
             after = wiring.outs(group)
-            if len(buckets) >= in_flight and not graph.info.get("negotiated"):
-                after.append(buckets[-in_flight].ops[-1])
+            if 0 < back <= m:
+                after.append(buckets[m - back].ops[-1])
             ops = add_collective(graph, group, nbytes, after, wiring.ins(group), model)
-            buckets.append(Bucket(tensors=group, nbytes=nbytes, ops=ops))
+            buckets.append(_Modelled(tensors=group, nbytes=nbytes, ops=ops, model=model))
         graph.set_buckets(buckets)
         return mark
 
@@ -186,6 +201,23 @@ class TensorFusion:
         model: SyncModel = graph.info["sync"]
         sizes = [sum(graph.tensors[t].nbytes for t in group) for group in candidate]
         return sum(map(model.time_ns, sizes)) + len(sizes) * float(graph.info.get("launch_ns", 0))
+
+
+def _kept(before: Sequence[Bucket], groups: Grouping, back: int, model: SyncModel) -> dict[int, int]:
+    """Places of groups that are there already, as they would be made now -> places of their buckets.
+
+    So what a search changes of a grouping costs edits for what changes. One more launch before a bucket moves it, but
+    no edge of it.
+    """
+    places = {b.tensors: m for m, b in enumerate(before) if isinstance(b, _Modelled) and b.model == model}
+    kept: dict[int, int] = {}
+    for m, group in enumerate(groups):
+        at = places.get(group)
+        if at is None or (back and (m < back) != (at < back)):
+            continue
+        if not back or m < back or kept.get(m - back) == at - back:
+            kept[m] = at
+    return kept
 
 
 def captured(graph: Graph) -> Grouping:

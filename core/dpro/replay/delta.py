@@ -80,9 +80,10 @@ class DeltaReplay:
         start, end, cause = (
             np.concatenate([getattr(self._played, key), fresh]).astype(np.int64) for key in ("start", "end", "cause")
         )
-        rows, *times = self._native.times()
-        for column, values in zip((start, end, cause), times, strict=True):
-            column[rows] = values
+        rows, started, ended, caused_by = self._native.times()
+        start[rows] = started
+        end[rows] = ended
+        cause[rows] = caused_by
         here = np.flatnonzero(place[ops] >= 0)
         order = here[np.argsort(place[ops[here]])]
         caused = np.where(cause[order] >= 0, place[ops[cause[order]]], -1).astype(np.int32)
@@ -104,9 +105,13 @@ class DeltaReplay:
         changed = np.array(changes.changed, dtype=np.int64)
         given = np.concatenate([changed, added])
         src, dst = graph.edges_since(changes.first_edge)
+        resource, duration, gap, priority = (graph.column(key)[given] for key in _COLUMNS)
         known = self._native.run(
             row[changed],
-            *(graph.column(key)[given] for key in _COLUMNS),
+            resource,
+            duration,
+            gap,
+            priority,
             row[np.array(changes.removed, dtype=np.int64)],
             row[src],
             row[dst],
