@@ -198,10 +198,14 @@ bool Delta::visit(std::int32_t row) {
     const std::int64_t end = start + op.duration;
     op.cause = cause;
     op.start = start;
-    // What takes no time may set others free at another place in the order of the same instant.
-    const bool tell = end != op.end || op.duration == 0;
-    op.end = end;
-    if (tell) told(row);
+    if (end != op.end) {
+        op.end = end;
+        told(row);
+    } else if (op.duration == 0) {  // it may set others free at another place in the order of the same instant
+        each_succ(row, [&](std::int32_t after) {
+            if (ops_[after].gap == 0) push(end, after);
+        });
+    }
     return true;
 }
 
