@@ -12,7 +12,7 @@ the settings in force.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from dpro.adapter import Knob
 from dpro.cost.sync import fit_buckets
 from dpro.graph.graph import Graph
 from dpro.graph.ps_ops import INFO
+from dpro.graph.threads import COPY_IN
 from dpro.passes.batched_copy import BatchedCopy
 from dpro.passes.bucket_view import BucketView
 from dpro.passes.contention import relieve
@@ -35,7 +36,8 @@ from dpro.search.cycle_time import best_cycles
 from dpro.search.defaults import HAND_TRIED_CAPS_MIB
 from dpro.search.judge import Judge, Verdict
 from dpro.search.op_fusion import Unsynchronised, best_fusion
-from dpro.search.tensor_fusion import Cuts, best_cuts, neighbours
+from dpro.search.tensor_fusion import Cuts, Timeline, best_cuts, neighbours
+from dpro.search.view import ALL, Speedups, view
 from dpro.trace.regions import REGIONS
 
 #: Any of them lets it be changed what is synchronised together.
@@ -61,12 +63,13 @@ CLOSE = 0.03
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, the step it should give, and the buckets (tensor ids) behind it."""
+    """A plan, the step it should give, the buckets (tensor ids) behind it, and other edits: (pass, candidate)."""
 
     name: str
     plan: Plan
     predicted_ms: float
     groups: Grouping
+    edits: tuple[tuple[Pass, Any], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ def optimize(
     fingerprint: dict[str, str] | None = None,
     time_budget_s: float = 10.0,
     top: int = 3,
+    speedups: Speedups = ALL,
 ) -> SearchResult:
     """Find the DDP bucket caps, or the Horovod groups, that make the replayed step shortest.
 
@@ -117,12 +121,17 @@ def optimize(
     A parameter server job (``graph.info["ps"]``) has no buckets: its partitions are searched
     (:mod:`dpro.search.tensor_partition`), and nothing else. In a job of one process, which has none
     either, regions are.
+
+    What is searched is a smaller view of the graph (:mod:`dpro.search.view`); what it finds counts as the whole graph
+    replays it.
     """
     began = time.monotonic()
     if INFO in graph.info and knobs & PARTITION:
         from dpro.search.tensor_partition import search
 
-        return search(graph, knobs=knobs, fingerprint=fingerprint, time_budget_s=time_budget_s, top=top)
+        return search(
+            graph, knobs=knobs, fingerprint=fingerprint, time_budget_s=time_budget_s, top=top, speedups=speedups
+        )
     if not graph.buckets and Knob.COMPILE_REGIONS in knobs:
         return _unsynchronised(graph, fingerprint or {}, began, time_budget_s)
     nothing = _nothing_to_do(graph, knobs)
@@ -134,34 +143,81 @@ def optimize(
     try:
         graph.info["sync"] = known or fit_buckets([graph])
         relieve(graph, graph.info["sync"])
-        judge = Judge(graph, began + time_budget_s)
-        baseline_ns = judge.replayed_ns(captured(graph))
-        compiled = []
-        if Knob.COMPILE_REGIONS in knobs:  # with half the time, so that there is some for what is done without
-            half = Judge(graph, began + time_budget_s / 2)
-            compiled = _compiled(graph, half, knobs, fingerprint or {}, baseline_ns)
-            judge.evaluations += half.evaluations
-        _search_buckets(judge, knobs)
-        stopped = "time budget" if judge.out_of_time() else "no improvement left"
-        better = [v for v in judge.verdicts.values() if v.step_ns < baseline_ns]
-        found = [_candidate(graph, v, knobs, fingerprint or {}, baseline_ns) for v in _choose(better, top)]
-        found = _with_options(graph, judge, found, knobs, baseline_ns, fingerprint or {})[:top]
-        cycles = _cycles(graph, judge, found, baseline_ns, fingerprint or {}) if Knob.CYCLE_TIME in knobs else []
-        first = 1 if found and compiled and found[0].predicted_ms < compiled[0].predicted_ms else 0
-        found = [*found[:first], *compiled, *found[first:]][:top]
+        seen = view(graph, speedups, [COPY_IN] if Knob.BATCHED_COPY in knobs else [])
+        result = _search(Judge(seen, began + time_budget_s, speedups), knobs, fingerprint or {}, top)
+        if seen is not graph:
+            result = _on_the_whole(graph, result)
     finally:
         graph.undo(mark)
         graph.info["sync"] = known
         if known is None:
             del graph.info["sync"]
-    return SearchResult(
+    return replace(result, seconds=time.monotonic() - began)
+
+
+def _search(judge: Judge, knobs: set[Knob], fingerprint: dict[str, str], top: int) -> SearchResult:
+    """Of the graph that ``judge`` judges."""
+    graph = judge.graph
+    baseline_ns = judge.replayed_ns(captured(graph))
+    compiled = []
+    if Knob.COMPILE_REGIONS in knobs:  # with half the time, so that there is some for what is done without
+        half = judge.with_half_the_time()
+        compiled = _compiled(graph, half, knobs, fingerprint, baseline_ns)
+        judge.evaluations += half.evaluations
+    _search_buckets(judge, knobs)
+    stopped = "time budget" if judge.out_of_time() else "no improvement left"
+    better = [v for v in judge.verdicts.values() if v.step_ns < baseline_ns]
+    found = [_candidate(graph, v, knobs, fingerprint, baseline_ns) for v in _choose(better, top)]
+    found = _with_options(graph, judge, found, knobs, baseline_ns, fingerprint)[:top]
+    cycles = _cycles(graph, judge, found, baseline_ns, fingerprint) if Knob.CYCLE_TIME in knobs else []
+    first = 1 if found and compiled and found[0].predicted_ms < compiled[0].predicted_ms else 0
+    found = [*found[:first], *compiled, *found[first:]][:top]
+    return SearchResult(baseline_ns / 1e6, found, cycles, judge.evaluations, stopped=stopped)
+
+
+def _on_the_whole(graph: Graph, result: SearchResult) -> SearchResult:
+    judge = Judge(graph, float("inf"))
+
+    def replayed_ns(candidate: Candidate) -> int:
+        there = judge.elsewhere() if candidate.edits else judge
+        return there.replayed_ns(there.together(candidate.groups))
+
+    return confirmed(graph, result, judge.replayed_ns(captured(graph)), replayed_ns)
+
+
+def confirmed(
+    graph: Graph, result: SearchResult, baseline_ns: int, replayed_ns: Callable[[Candidate], int]
+) -> SearchResult:
+    """``result``, found in a view of ``graph``, as the whole graph sees it; what that does not find faster is left out.
+
+    What takes effect when a job is started is a ratio of two replays in any case.
+
+    Args:
+        replayed_ns: the step of the graph, in which the candidate's edits have been made.
+    """
+    candidates = []
+    for candidate in result.candidates:
+        mark = graph.mark()
+        try:
+            for edit, chosen in candidate.edits:
+                edit.apply(graph, chosen)
+            step_ns = replayed_ns(candidate)
+        finally:
+            graph.undo(mark)
+        if step_ns < baseline_ns:
+            candidates.append(_told(candidate, step_ns / 1e6, baseline_ns / 1e6))
+    ratio = baseline_ns / 1e6 / result.baseline_ms
+    return replace(
+        result,
         baseline_ms=baseline_ns / 1e6,
-        candidates=found,
-        at_start=cycles,
-        evaluations=judge.evaluations,
-        seconds=time.monotonic() - began,
-        stopped=stopped,
+        candidates=candidates,
+        at_start=[_told(c, c.predicted_ms * ratio, baseline_ns / 1e6) for c in result.at_start],
     )
+
+
+def _told(candidate: Candidate, predicted_ms: float, baseline_ms: float) -> Candidate:
+    plan = replace(candidate.plan, predicted_ms=predicted_ms, baseline_ms=baseline_ms)
+    return replace(candidate, plan=plan, predicted_ms=predicted_ms)
 
 
 def _nothing_to_do(graph: Graph, knobs: set[Knob]) -> str:
@@ -241,7 +297,8 @@ def _with_regions(
     layers = [layer for region in fusion for layer in region.layers]
     plan = replace(base, compile_regions=layers, predicted_ms=step_ns / 1e6)
     name = f"{len(layers)} layers compiled to {len(fusion)} clusters"
-    return Candidate(f"{buckets.name}, {name}" if buckets else name, plan, step_ns / 1e6, groups)
+    edits: tuple[tuple[Pass, Any], ...] = ((OpFusion(), fusion),)
+    return Candidate(f"{buckets.name}, {name}" if buckets else name, plan, step_ns / 1e6, groups, edits)
 
 
 def _with_options(
@@ -267,7 +324,7 @@ def _with_options(
             graph.undo(mark)
         if step_ns * (1 + SAME) < limit_ns:
             plan = replace(base, ddp_options={option: True}, predicted_ms=step_ns / 1e6)
-            better.append(Candidate(f"{name}, {words}", plan, step_ns / 1e6, groups))
+            better.append(Candidate(f"{name}, {words}", plan, step_ns / 1e6, groups, ((edit, candidate),)))
     return sorted(better, key=lambda c: c.predicted_ms) + found
 
 
@@ -298,20 +355,12 @@ def _sweep_uniform(judge: Judge) -> None:
     total = int(judge.cum_bytes[-1])
     caps = [mib * MIB for mib in HAND_TRIED_CAPS_MIB]
     caps += [_round_cap(cap) for cap in np.geomspace(max(1, total / 128), total, SWEEP_POINTS)] + [total]
-    _judge_uniform(judge, caps)
+    judge.uniform(caps)
     # Once more, finer, between the caps on both sides of the best.
     tried = sorted(v.caps_bytes[0] for v in judge.verdicts.values())
     best = tried.index(min(judge.verdicts.values(), key=lambda v: (v.step_ns, v.caps_bytes)).caps_bytes[0])
     low, high = tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)]
-    _judge_uniform(judge, [_round_cap(cap) for cap in np.linspace(low, high, 10)])
-
-
-def _judge_uniform(judge: Judge, caps: Iterable[int]) -> None:
-    for cap in dict.fromkeys(caps):
-        # The first one is judged even without time, so that there is something to compare.
-        if judge.verdicts and judge.out_of_time():
-            return
-        judge.uniform(cap)
+    judge.uniform([_round_cap(cap) for cap in np.linspace(low, high, 10)])
 
 
 def _round_cap(cap: float) -> int:
@@ -323,41 +372,35 @@ def _round_cap(cap: float) -> int:
 def _search_lists(judge: Judge) -> None:
     n = len(judge.main)
     if 2 ** (n - 1) <= EXHAUSTIVE:
-        for bits in range(2 ** (n - 1)):
-            if judge.out_of_time():
-                return
-            judge.cut((*(i + 1 for i in range(n - 1) if bits >> i & 1), n))
+        judge.cut([(*(i + 1 for i in range(n - 1) if bits >> i & 1), n) for bits in range(2 ** (n - 1))])
         return
     if judge.out_of_time():
         return
     timeline = judge.timeline()
     starts = [judge.cuts_of(v.grouping) for v in sorted(judge.verdicts.values(), key=_rank)[:3]]
     proposals = sorted(best_cuts(timeline), key=lambda cuts: (timeline.estimate_ns(cuts), cuts))
-    for cuts in [*starts, *proposals[:JUDGED_PROPOSALS]]:
-        if judge.out_of_time():
-            return
-        judge.cut(cuts)
+    judge.cut([*starts, *proposals[:JUDGED_PROPOSALS]])
+    try:
+        _climb(judge, timeline)
+    finally:
+        judge.rebase(None)
 
-    # From the best few that are not alike.
+
+def _climb(judge: Judge, timeline: Timeline) -> None:
+    """From the best few that are not alike to the best of their neighbours, as long as there is a better one."""
     climbed: set[Cuts] = set()
     for verdict in _choose(judge.verdicts.values(), 3):
-        here = verdict
-        while True:
-            cuts = judge.cuts_of(here.grouping)
-            if cuts in climbed:
-                break
+        here: Verdict | None = verdict
+        while here is not None and (cuts := judge.cuts_of(here.grouping)) not in climbed:
             climbed.add(cuts)
-            ways = sorted(neighbours(timeline, cuts), key=lambda c: (timeline.estimate_ns(c), c))
-            found = here
-            for way in ways[:JUDGED_NEIGHBOURS]:
-                if judge.out_of_time():
-                    return
-                seen = judge.cut(way)
-                if seen is not None and seen.step_ns < found.step_ns:
-                    found = seen
-            if found is here:
-                break
-            here = found
+            judge.rebase(here.grouping)
+            ways = neighbours(timeline, cuts)
+            if judge.speedups.partial:
+                ways = sorted(ways, key=lambda c: (timeline.estimate_ns(c), c))[:JUDGED_NEIGHBOURS]
+            best = min(judge.cut(ways), key=lambda v: v.step_ns, default=here)
+            if judge.out_of_time():
+                return
+            here = best if best.step_ns < here.step_ns else None
 
 
 def _rank(verdict: Verdict) -> tuple[float, int, tuple[int, ...]]:

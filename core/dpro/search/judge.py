@@ -8,15 +8,18 @@ copied. Caps are the search variable, not groupings: whatever they give, DDP can
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from dpro.graph.graph import Graph
 from dpro.passes.tensor_fusion import Grouping, TensorFusion, ddp_grouping, ready_order
+from dpro.replay.delta import DeltaReplay
 from dpro.replay.engine import replay
 from dpro.search.defaults import ddp_uniform
 from dpro.search.tensor_fusion import Cuts, Timeline
+from dpro.search.view import ALL, Speedups
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,14 @@ class Judge:
     as :mod:`dpro.search.tensor_fusion` writes them, count these; other dtypes follow the caps that result.
     """
 
-    def __init__(self, graph: Graph, deadline_s: float) -> None:
+    def __init__(self, graph: Graph, deadline_s: float, speedups: Speedups = ALL) -> None:
         self.graph = graph
+        self.speedups = speedups
         self.evaluations = 0
         self.verdicts: dict[tuple[int, ...], Verdict] = {}
         self._deadline_s = deadline_s
+        self._mark = graph.mark()
+        self._base: DeltaReplay | None = None
         self._fusion = TensorFusion()
         self._times: dict[Grouping, int] = {}
         self._ready_ns: dict[int, int] | None = None
@@ -55,7 +61,21 @@ class Judge:
 
     def elsewhere(self) -> Judge:
         """A judge of the graph as it is edited now, with the same deadline, that remembers nothing of before."""
-        return Judge(self.graph, self._deadline_s)
+        return Judge(self.graph, self._deadline_s, self.speedups)
+
+    def with_half_the_time(self) -> Judge:
+        """A judge of the same graph whose deadline is half as far."""
+        now = time.monotonic()
+        return Judge(self.graph, now + (self._deadline_s - now) / 2, self.speedups)
+
+    def rebase(self, grouping: Grouping | None = None) -> None:
+        """Let the graph have these buckets, so that what differs little costs little; None: those of before."""
+        self.graph.undo(self._mark)
+        self._base = None
+        if grouping is not None:
+            self._fusion.apply(self.graph, self.together(grouping))
+            if self.speedups.delta:
+                self._base = DeltaReplay(self.graph)
 
     def out_of_time(self) -> bool:
         """Whether the time is up. Nothing enforces it but the search."""
@@ -107,22 +127,23 @@ class Judge:
         mark = self._fusion.apply(self.graph, grouping)
         try:
             self.evaluations += 1
-            return replay(self.graph).makespan_ns
+            return self._base.makespan_ns() if self._base is not None else replay(self.graph).makespan_ns
         finally:
             self.graph.undo(mark)
 
-    def uniform(self, cap_bytes: int) -> Verdict:
-        """DDP with ``bucket_cap_mb``."""
-        return self._judge((cap_bytes,), ddp_uniform(self.graph, cap_bytes))
+    def uniform(self, caps_bytes: Iterable[int]) -> list[Verdict]:
+        """DDP with each of these as ``bucket_cap_mb``; without those there was no time for."""
+        return self._judge([((cap,), ddp_uniform(self.graph, cap)) for cap in dict.fromkeys(caps_bytes)])
 
-    def cut(self, cuts: Cuts) -> Verdict | None:
-        """DDP with the list of caps that ends buckets at ``cuts``; None where a bucket would be empty."""
-        caps = tuple(np.diff(self.cum_bytes[[0, *cuts]]).tolist())
-        if min(caps) <= 0:
-            return None
-        if len(caps) == 1:
-            return self.uniform(caps[0])
-        return self._judge(caps, ddp_grouping(self.graph, caps))
+    def cut(self, cuts: Iterable[Cuts]) -> list[Verdict]:
+        """DDP with the lists of caps that end buckets at these cuts, less those with an empty bucket, as above."""
+        asked = []
+        for one in dict.fromkeys(cuts):
+            caps = tuple(np.diff(self.cum_bytes[[0, *one]]).tolist())
+            if min(caps) > 0:
+                alike = ddp_uniform(self.graph, caps[0]) if len(caps) == 1 else ddp_grouping(self.graph, caps)
+                asked.append((caps, alike))
+        return self._judge(asked)
 
     def cuts_of(self, grouping: Grouping) -> Cuts:
         """The cuts of a grouping, by its buckets of the main dtype."""
@@ -173,7 +194,14 @@ class Judge:
             model=graph.info["sync"],
         )
 
-    def _judge(self, caps: tuple[int, ...], grouping: Grouping) -> Verdict:
-        if caps not in self.verdicts:
-            self.verdicts[caps] = Verdict(caps, grouping, self.step_ns(grouping))
-        return self.verdicts[caps]
+    def _judge(self, asked: list[tuple[tuple[int, ...], Grouping]]) -> list[Verdict]:
+        fresh = dict.fromkeys(grouping for _, grouping in asked if grouping not in self._times)
+        for grouping in fresh:
+            # The first one of all is judged even without time, so that there is something to compare.
+            if self._times and self.out_of_time():
+                break
+            self.step_ns(grouping)
+        told = [(caps, grouping) for caps, grouping in asked if grouping in self._times]
+        for caps, grouping in told:
+            self.verdicts.setdefault(caps, Verdict(caps, grouping, self._times[grouping]))
+        return [self.verdicts[caps] for caps, _ in told]

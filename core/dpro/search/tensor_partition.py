@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,12 +19,15 @@ from dpro.cost.ps import MODEL, PsModel, best_parts, fit_ps
 from dpro.cost.sync import SyncModel
 from dpro.graph.graph import Graph
 from dpro.graph.ps_ops import INFO, Ps
+from dpro.passes.in_flight import InFlight
 from dpro.passes.tensor_partition import HAND_TRIED_BYTES, Cuts, TensorPartition, captured, own, uniform
 from dpro.plan import Plan
+from dpro.replay.delta import DeltaReplay
 from dpro.replay.engine import replay
 from dpro.replay.path import critical_path
-from dpro.search.critical_path import CLOSE, LEVEL, SAME, Candidate, SearchResult
+from dpro.search.critical_path import CLOSE, LEVEL, SAME, Candidate, SearchResult, confirmed
 from dpro.search.in_flight import best_flows
+from dpro.search.view import ALL, Speedups, view
 from dpro.trace.byteps import MAX_PARTS, aligned, cut
 
 #: Parts below this are headers more than payload.
@@ -58,7 +61,7 @@ class _Verdict:
 class _Judge:
     """The replay, with a memory and a deadline. Cuts are compared by the parts that they make, not by their bounds."""
 
-    def __init__(self, graph: Graph, deadline_s: float) -> None:
+    def __init__(self, graph: Graph, deadline_s: float, speedups: Speedups) -> None:
         self.graph = graph
         self.evaluations = 0
         self.verdicts: dict[tuple[tuple[int, ...], ...], _Verdict] = {}
@@ -66,6 +69,8 @@ class _Judge:
         self._deadline_s = deadline_s
         self._mark = graph.mark()
         self._base: dict[int, list[int]] = {}
+        self._quick = speedups.delta
+        self._delta: DeltaReplay | None = None
 
     def out_of_time(self) -> bool:
         return time.monotonic() >= self._deadline_s
@@ -81,12 +86,14 @@ class _Judge:
         self.graph.undo(self._mark)
         self._pass.apply(self.graph, cuts)
         self._base = {tensor: self.sizes(tensor, bound) for tensor, bound in cuts}
+        self._delta = DeltaReplay(self.graph) if self._quick else None
 
     def move(self, tensor: int, bound: int) -> None:
         """The same for one tensor."""
         if self._base[tensor] != self.sizes(tensor, bound):
             self._pass.apply(self.graph, ((tensor, bound),))
             self._base[tensor] = self.sizes(tensor, bound)
+            self._delta = DeltaReplay(self.graph) if self._quick else None
 
     def judge(self, cuts: Cuts, bound: int = 0) -> _Verdict:
         """The step with these cuts; asked once, remembered."""
@@ -102,7 +109,7 @@ class _Judge:
         mark = self._pass.apply(self.graph, changed)
         try:
             self.evaluations += 1
-            return replay(self.graph).makespan_ns
+            return self._delta.makespan_ns() if self._delta is not None else replay(self.graph).makespan_ns
         finally:
             self.graph.undo(mark)
 
@@ -114,6 +121,7 @@ def search(
     fingerprint: dict[str, str] | None = None,
     time_budget_s: float = 10.0,
     top: int = 3,
+    speedups: Speedups = ALL,
 ) -> SearchResult:
     """Find the partitions that make the replayed step shortest.
 
@@ -132,40 +140,61 @@ def search(
     try:
         if known is None:
             graph.info[MODEL] = fit_ps([graph])
-        cutting = bool(knobs & TensorPartition.knobs)
-        share = _PARTITIONS_SHARE if Knob.IN_FLIGHT in knobs else 1.0
-        judge = _Judge(graph, began + share * time_budget_s)
+        seen = view(graph, speedups)
+        result = _search(seen, knobs, fingerprint or {}, began, time_budget_s, top, speedups)
+        if seen is not graph:
+            TensorPartition().apply(graph, captured(graph))
+            mark_now = graph.mark()
+            TensorPartition().apply(graph, own(graph))
+            baseline_ns = replay(graph).makespan_ns
+            graph.undo(mark_now)
+            result = confirmed(graph, result, baseline_ns, lambda _: replay(graph).makespan_ns)
+    finally:
+        graph.undo(mark)
+        graph.info[MODEL] = known
+        if known is None:
+            del graph.info[MODEL]
+    if not knobs & {Knob.PARTITIONS, Knob.PARTITION_BOUND, Knob.IN_FLIGHT}:
+        result = replace(result, candidates=[], at_start=result.candidates[:1])
+    return replace(result, seconds=time.monotonic() - began)
+
+
+def _search(
+    graph: Graph,
+    knobs: set[Knob],
+    fingerprint: dict[str, str],
+    began_s: float,
+    budget_s: float,
+    top: int,
+    speedups: Speedups,
+) -> SearchResult:
+    cutting = bool(knobs & TensorPartition.knobs)
+    share = _PARTITIONS_SHARE if Knob.IN_FLIGHT in knobs else 1.0
+    mark = graph.mark()
+    try:
+        judge = _Judge(graph, began_s + share * budget_s, speedups)
         judge.rebase(captured(graph))
         baseline = judge.judge(own(graph))
         if cutting:
             _sweep(judge)
         if Knob.PARTITIONS in knobs:
             _one_by_one(judge)
-        found = [_candidate(graph, v, baseline, fingerprint or {}) for v in _choose(judge, baseline, top)]
+        found = [_candidate(graph, v, baseline, fingerprint) for v in _choose(judge, baseline, top)]
         stopped = "time budget" if cutting and judge.out_of_time() else "no improvement left"
-        flows, replays = best_flows(graph, began + time_budget_s) if Knob.IN_FLIGHT in knobs else ([], 0)
+        flows, replays = best_flows(graph, began_s + budget_s) if Knob.IN_FLIGHT in knobs else ([], 0)
         groups = tuple(bucket.tensors for bucket in graph.buckets)
         flowing = [
-            Candidate(v.name, v.plan(graph, fingerprint or {}, baseline.step_ns), v.step_ns / 1e6, groups)
+            Candidate(
+                v.name, v.plan(graph, fingerprint, baseline.step_ns), v.step_ns / 1e6, groups, ((InFlight(), v.flow),)
+            )
             for v in flows
             if v.step_ns * (1 + LEVEL) < baseline.step_ns
         ]
-        if flowing and (not found or flowing[0].predicted_ms * (1 + LEVEL) < found[0].predicted_ms):
-            found = [*flowing, *found][:top]
     finally:
         graph.undo(mark)
-        graph.info[MODEL] = known
-        if known is None:
-            del graph.info[MODEL]
-    running = bool(knobs & {Knob.PARTITIONS, Knob.PARTITION_BOUND, Knob.IN_FLIGHT})
-    return SearchResult(
-        baseline_ms=baseline.step_ns / 1e6,
-        candidates=found if running else [],
-        at_start=[] if running else found[:1],
-        evaluations=judge.evaluations + replays,
-        seconds=time.monotonic() - began,
-        stopped=stopped,
-    )
+    if flowing and (not found or flowing[0].predicted_ms * (1 + LEVEL) < found[0].predicted_ms):
+        found = [*flowing, *found][:top]
+    return SearchResult(baseline.step_ns / 1e6, found, evaluations=judge.evaluations + replays, stopped=stopped)
 
 
 def _nothing_to_do(graph: Graph) -> str:
@@ -319,7 +348,8 @@ def _candidate(graph: Graph, verdict: _Verdict, baseline: _Verdict, fingerprint:
         predicted_ms=step_ms,
         baseline_ms=baseline.step_ns / 1e6,
     )
-    return Candidate(name, plan, step_ms, tuple(bucket.tensors for bucket in graph.buckets))
+    groups = tuple(bucket.tensors for bucket in graph.buckets)
+    return Candidate(name, plan, step_ms, groups, ((TensorPartition(), verdict.cuts),))
 
 
 def _round(nbytes: float) -> int:
