@@ -70,7 +70,7 @@ def scale_ops(graph: Graph, pattern: str, factor: float) -> Change:
     ops = _living(graph, hit[graph.column("name")] if len(hit) else np.zeros(0, "?"))
     if not len(ops):
         raise WhatIfError(f"no op's name matches {pattern!r}")
-    _stretch(graph, ops, graph.column("duration")[ops] * factor)
+    stretch(graph, ops, graph.column("duration")[ops] * factor)
     return Change(len(ops), f"{len(ops)} ops matching {pattern!r} take {factor:g}× their time")
 
 
@@ -103,7 +103,7 @@ def scale_bandwidth(graph: Graph, bandwidth: str, *, ns_per_byte: float = 0.0, l
         )
     before = graph.column("duration")[ops]
     fixed = np.minimum(before, latency_ns)
-    _stretch(graph, ops, fixed + (before - fixed) / factor)
+    stretch(graph, ops, fixed + (before - fixed) / factor)
     said = f"{len(ops)} transfers at {factor:.4g}× the bandwidth measured"
     if measured_gbit:
         said += f" (about {measured_gbit:.3g} Gbit/s)"
@@ -160,7 +160,7 @@ def set_workers(graph: Graph, workers: int, *, latency_ns: float = 0.0) -> Chang
         factors[index] = _RING[model](workers) / _RING[model](now)
         if steps := ring_steps(model, now):
             slower[index] = ring_steps(model, workers) / steps
-    _stretch(graph, ops, fixed * slower + (before - fixed) * factors)
+    stretch(graph, ops, fixed * slower + (before - fixed) * factors)
     return Change(
         len(ops),
         f"{now} → {workers} workers: ring collectives, so an all-reduce's transfer grows as 2(N-1)/N; "
@@ -181,7 +181,7 @@ def total_ns(graph: Graph) -> float:
     return float(sum(graph.column(key)[alive].sum(dtype=np.float64) for key in ("duration", "gap")))
 
 
-def _stretch(graph: Graph, ops: npt.NDArray[np.int64], durations: npt.NDArray[np.float64]) -> None:
+def stretch(graph: Graph, ops: npt.NDArray[np.int64], durations: npt.NDArray[np.float64]) -> None:
     """Set durations, unless the step could then last longer than the engine can count."""
     before = float(graph.column("duration")[ops].sum(dtype=np.float64))
     if not total_ns(graph) - before + float(durations.sum()) < MAX_TOTAL_NS:
