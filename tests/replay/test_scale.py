@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from dpro.replay.engine import replay
 from dpro.replay.scale import Point, at_size, collective_ns, compute_only_ns, curve, whole_job
 from dpro.replay.whatif import WhatIfError
 
+ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 #: 1 ns per byte, 100 ns of latency; inside a host 10 times as fast
 LINK, INNER = Link(100, 1.0), Link(10, 0.1)
@@ -176,6 +181,20 @@ def test_a_thousand_workers_take_a_second() -> None:
         begin = time.perf_counter()
         replay(at_size(graph, network))
         assert time.perf_counter() - begin < 3.0, network  # 1 s where nothing else runs: benchmarks/scale.py
+
+
+def test_the_benchmark_prints_a_list() -> None:
+    command = [sys.executable, "-m", "benchmarks.scale", "--json", "--workers", "8", "1024"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert {row["workers"] for row in rows} == {8, 1024}
+    for row in rows:
+        assert row["seconds"] < 3.0
+        if row["workers"] == 8:
+            assert row["makespan_ms"] == row["full_makespan_ms"] > 0
+            assert row["error_pct"] == 0
+        else:
+            assert row["full_makespan_ms"] is None
 
 
 def test_what_is_refused() -> None:

@@ -91,18 +91,17 @@ class Network:
     def assumption(self) -> str:
         """How the all-reduce goes, in words."""
         if self.topology == "two-level":
-            hosts = self.workers // self.gpus_per_host
             return (
-                f"reduce-scatter within hosts of {self.gpus_per_host}, a ring of {hosts} hosts for each share over one "
-                "link per host, all-gather within hosts"
+                f"reduce-scatter within hosts of {self.gpus_per_host}, for each share a ring of all hosts over one "
+                "link per host, then all-gather within hosts"
             )
-        if self.topology == "ps":
-            if not self.servers:
-                return "a server on each worker's host, over the worker's link; adding up takes no time"
-            held = "the servers'" if self.servers <= self.workers else "the workers'"
-            return f"{self.servers} servers on hosts of their own; {held} links are what is waited for"
         if self.topology == "tree":
-            return "a double binary tree (NCCL's), pipelined in pieces of about 512 KiB"
+            return "a double binary tree (as NCCL's), pipelined in pieces of about 512 KiB"
+        if self.topology == "ps" and self.servers:
+            held = "held up by the servers' links or the workers', whichever carry more"
+            return f"{self.servers} server{'s' * (self.servers > 1)} on hosts of their own, {held}"
+        if self.topology == "ps":
+            return "a server on each worker's host, over the worker's link"
         return "one flat ring of 2(N-1) steps"
 
 

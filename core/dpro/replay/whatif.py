@@ -94,7 +94,7 @@ def scale_bandwidth(graph: Graph, bandwidth: str, *, ns_per_byte: float = 0.0, l
     if not len(ops):
         raise WhatIfError("no collective or message in this trace: there is no bandwidth to change")
     # What the link carries is more than the payload: each rank of a ring sends it 2 (n-1)/n times.
-    measured_gbit = 8 / ns_per_byte * _RING["allreduce"](max(_workers(graph), 2)) if ns_per_byte > 0 else None
+    measured_gbit = 8 / ns_per_byte * _RING["allreduce"](max(workers_of(graph), 2)) if ns_per_byte > 0 else None
     factor = parse_bandwidth(bandwidth, measured_gbit)
     if not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
         raise WhatIfError(
@@ -144,7 +144,7 @@ def set_workers(graph: Graph, workers: int, *, latency_ns: float = 0.0) -> Chang
         raise WhatIfError(
             f"{workers} workers: a collective needs 2 or more, and {MAX_WORKERS:,} are the most that can be asked"
         )
-    now = _workers(graph)
+    now = workers_of(graph)
     if now < 2:
         raise WhatIfError("the trace is of 1 worker: it holds no transfer to scale to more")
     ops = _living(graph, graph.column("kind") == OpKind.COLLECTIVE)
@@ -189,7 +189,7 @@ def stretch(graph: Graph, ops: npt.NDArray[np.int64], durations: npt.NDArray[np.
     graph.set_many(ops, "duration", durations)
 
 
-def _workers(graph: Graph) -> int:
+def workers_of(graph: Graph) -> int:
     """World size where the builder knew it (a trace may hold a few ranks of many), else the ranks seen."""
     return int(graph.info.get("world_size", graph.ranks))
 
