@@ -155,6 +155,14 @@ def test_stragglers_are_waited_for() -> None:
     assert replay(whole_job(graph, Network("ring", 8, LINK))).makespan_ns == replay(small).makespan_ns
 
 
+def test_broadcasts_stay_as_measured() -> None:
+    graph = job([1_000], [5_000])
+    graph.add_op("broadcast", OpKind.COLLECTIVE, duration=300, nbytes=9, after=graph.buckets[0].ops)
+    network = Network("ring", 4, LINK)
+    assert replay(at_size(graph, network)).makespan_ns == 6_000 + 6 * 350 + 300
+    assert replay(whole_job(graph, network)).makespan_ns == 6_000 + 6 * 350 + 300
+
+
 def test_a_curve() -> None:
     graph = job([8_000], [9_000])
     assert compute_only_ns(graph) == 1_000 + 9_000 + 7
@@ -199,11 +207,13 @@ def test_the_benchmark_prints_a_list() -> None:
 
 def test_what_is_refused() -> None:
     ring = Network("ring", 4, LINK)
-    with pytest.raises(WhatIfError, match="'broadcast'"):
+    with pytest.raises(WhatIfError, match="'all_gather'"):
+        at_size(job([1_000], [10], name="all_gather"), ring)
+    with pytest.raises(WhatIfError, match="no all-reduce"):
         at_size(job([1_000], [10], name="broadcast"), ring)
     with pytest.raises(WhatIfError, match="unknown size"):
         at_size(job([-1], [10]), ring)
-    with pytest.raises(WhatIfError, match="no collective"):
+    with pytest.raises(WhatIfError, match="no all-reduce"):
         at_size(Graph(), ring)
     pieces = job([1_000], [10])
     pieces.set_buckets([Bucket((0,), 1_000, (0, pieces.buckets[0].ops[0]))])

@@ -2,7 +2,7 @@
 
 Knows graphs whose gradients go through all-reduces of known size, and networks (:mod:`dpro.graph.topology`); not where
 their figures come from. Every worker is taken to do what the captured ones did, none slower. What it refuses: other
-collectives, and all-reduces that a pass has already cut into pieces.
+collectives (but broadcasts, which stay as measured, as in ``whatif``), and all-reduces already cut into pieces.
 
 :func:`at_size` is the small graph, :func:`whole_job` the same job with all its workers and all their messages, which
 is what tests and benchmarks hold the small one against.
@@ -78,7 +78,7 @@ def at_size(graph: Graph, network: Network) -> Graph:
     ``graph`` stays as it is. Exact where all ranks do the same: equal to the replay of :func:`whole_job`.
 
     Raises:
-        WhatIfError: no all-reduce, another collective, one of unknown size or cut into pieces.
+        WhatIfError: no all-reduce, one of unknown size or cut into pieces, or another collective than a broadcast.
         SymmetryError: a graph that has parameter servers already.
     """
     return _sized(collapse(graph).graph, network)
@@ -120,17 +120,18 @@ def _collectives(graph: Graph) -> npt.NDArray[np.int64]:
 
 
 def _all_reduces(graph: Graph) -> npt.NDArray[np.int64]:
-    """All collectives of the graph, if they are all-reduces that a network can be put under."""
-    ops = _collectives(graph)
+    """All collectives of the graph but broadcasts, if they are all-reduces that a network can be put under."""
+    names = {op: graph.name_of(op) for op in _collectives(graph).tolist()}
+    ops = np.array([op for op, name in names.items() if ring_model(name) != "broadcast"], dtype=np.int64)
     if not len(ops):
-        raise WhatIfError("no collective in this trace: nothing that more workers would share")
+        raise WhatIfError("no all-reduce in this trace: nothing that more workers would share")
     if any(len(bucket.ops) > 1 for bucket in graph.buckets):
         raise WhatIfError("an all-reduce of several ops: ask before it is cut into pieces")
     for op in ops.tolist():
-        if ring_model(graph.name_of(op)) != "allreduce":
-            raise WhatIfError(f"{graph.name_of(op)!r}: only all-reduces can be put on another topology")
+        if ring_model(names[op]) != "allreduce":
+            raise WhatIfError(f"{names[op]!r}: only all-reduces can be put on another topology")
         if graph.column("nbytes")[op] <= 0:
-            raise WhatIfError(f"{graph.name_of(op)!r} is of unknown size: no telling what it would take")
+            raise WhatIfError(f"{names[op]!r} is of unknown size: no telling what it would take")
     return ops
 
 
