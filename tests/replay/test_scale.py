@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from dpro.graph.comm import expand_rings
 from dpro.graph.graph import Bucket, Graph, OpKind
 from dpro.graph.topology import Link, Network, TopologyError
+from dpro.passes.tensor_fusion import TensorFusion
 from dpro.replay import oracle, whatif
 from dpro.replay.engine import replay
 from dpro.replay.scale import Point, at_size, collective_ns, compute_only_ns, curve, whole_job
 from dpro.replay.whatif import WhatIfError
+from tests.search.graphs import ddp_graph
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -170,6 +172,21 @@ def test_a_curve() -> None:
     found = curve(graph, [Network("ring", n, LINK) for n in (2, 4)])
     steps = [10_007 + 2 * 4_100, 10_007 + 6 * 2_100]
     assert found == [Point(n, ns, 10_007 / ns) for n, ns in zip((2, 4), steps, strict=True)]
+
+
+@pytest.mark.parametrize("network", [Network("ring", 64, LINK), Network("two-level", 64, LINK, INNER, 8)])
+def test_buckets_are_searched_at_that_size(network: Network) -> None:
+    """A pass on the job of 64 workers, and the job of 64 workers of what the pass made: the same step."""
+    graph = ddp_graph([MIB, 3 * MIB, 2 * MIB], 5 * MIB, [MIB, 2 * MIB, MIB], groups=((0,), (1,), (2,)))
+    small = at_size(graph, network)
+    for grouping in (((0, 1, 2),), ((0, 1), (2,)), ((0,), (1, 2))):
+        there, here = TensorFusion().apply(small, grouping), TensorFusion().apply(graph, grouping)
+        expected = replay(at_size(graph, network)).makespan_ns
+        assert replay(small).makespan_ns == pytest.approx(expected, rel=1e-6)
+        small.undo(there)
+        graph.undo(here)
+    assert replay(small).makespan_ns == replay(at_size(graph, network)).makespan_ns
+    assert "sync" not in at_size(graph, Network("ps", 64, LINK, servers=4)).info
 
 
 def test_pushes_of_a_bucket_overlap_pulls_of_the_one_before() -> None:
