@@ -17,9 +17,9 @@ from dpro.cli_output import console, print_json, print_warnings
 from dpro.errors import TraceError
 from dpro.graph.graph import Graph
 from dpro.graph.topology import TOPOLOGIES, Link, Network, TopologyError
-from dpro.replay import scale as at_size
 from dpro.replay import whatif as ask
 from dpro.replay.engine import replay
+from dpro.replay.scale import Point, compute_only_ns, curve
 from dpro.replay.symmetry import SymmetryError
 
 #: A regular expression may take time exponential in a name's length; an honest one takes milliseconds.
@@ -72,7 +72,7 @@ class _Answer:
     baseline_ns: int
     predicted_ns: int
     assumptions: list[str]
-    curve: list[at_size.Point]
+    curve: list[Point]
 
 
 def answer(path: Path, load: Callable[[], Graph], asked: Question, json: bool) -> None:
@@ -89,12 +89,12 @@ def answer(path: Path, load: Callable[[], Graph], asked: Question, json: bool) -
     except (ask.WhatIfError, TopologyError, SymmetryError) as error:
         raise TraceError(path, str(error)) from error
     baseline_ms, predicted_ms = found.baseline_ns / 1e6, found.predicted_ns / 1e6
-    curve = [
+    points = [
         {"workers": p.workers, "predicted_ms": p.predicted_ns / 1e6, "efficiency_pct": 100 * p.efficiency}
         for p in found.curve
     ]
     if json:
-        told: dict[str, Any] = {"curve": curve} if curve else {}
+        told: dict[str, Any] = {"curve": points} if points else {}
         told |= {"baseline_ms": baseline_ms, "predicted_ms": predicted_ms, "assumptions": found.assumptions}
         print_json({**told, "warnings": graph.warnings})
         return
@@ -102,10 +102,10 @@ def answer(path: Path, load: Callable[[], Graph], asked: Question, json: bool) -
 
     speed = f"{baseline_ms / predicted_ms:.3f}× the speed" if predicted_ms else ""
     rows = [("now", f"{baseline_ms:.2f} ms", "replayed")]
-    if curve:
+    if points:
         rows += [
             (f"{p['workers']:,} workers", f"{p['predicted_ms']:.2f} ms", f"{p['efficiency_pct']:.1f} % efficient")
-            for p in curve
+            for p in points
         ]
     else:
         rows.append(("then", f"{predicted_ms:.2f} ms", speed))
@@ -128,17 +128,17 @@ def _answer(graph: Graph, asked: Question, counts: Sequence[int]) -> _Answer:
             assumptions.append(ask.scale_ops(graph, pattern, factor).assumption)
     if asked.topology is not None:
         networks, said = _networks(graph, asked, counts, measured)
-        points = at_size.curve(graph, networks)
+        points = curve(graph, networks)
         assumptions.append(said)
     else:
         if asked.bandwidth is not None:
             assumptions.append(ask.scale_bandwidth(graph, asked.bandwidth, **measured).assumption)
         points = []
         for count in counts:
-            alone_ns, mark = at_size.compute_only_ns(graph), graph.mark()
+            alone_ns, mark = compute_only_ns(graph), graph.mark()
             said = ask.set_workers(graph, count, latency_ns=measured.get("latency_ns", 0.0)).assumption
             ns = replay(graph).makespan_ns
-            points.append(at_size.Point(count, ns, alone_ns / ns if ns else 1.0))
+            points.append(Point(count, ns, alone_ns / ns if ns else 1.0))
             graph.undo(mark)
             if count == counts[-1]:
                 assumptions.append(said.replace(f"→ {count} ", f"→ {', '.join(map(str, counts))} ", 1))

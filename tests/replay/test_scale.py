@@ -91,6 +91,12 @@ def test_one_worker_stands_for_all(
     if workers <= 4:
         assert oracle.replay_arrays(full.arrays()).makespan_ns == played.makespan_ns
     assert (full.ranks, small.ranks) == (workers, 1)
+    for made in (full, small):
+        kind = made.column("kind")
+        for bucket in made.buckets:
+            assert kind[bucket.ops[-1]] == OpKind.COLLECTIVE
+        sends = np.flatnonzero(made.column("alive") & (kind == OpKind.SEND)).tolist()
+        assert set(sends) <= {op for bucket in made.buckets for op in bucket.ops}
     assert small.info["world_size"] == full.info["world_size"] == workers
 
 
@@ -129,8 +135,8 @@ def test_a_tree_by_hand() -> None:
     # Two workers, 4,000 bytes: halves of 2,000. In each tree the leaf sends up, the root down: 2 hops of 100 + 2,000,
     # and a worker's way out carries the one tree's up, then the other's down.
     assert collective_ns(Network("tree", 2, LINK), 4_000) == 2 * 2_100
-    # Three workers: 1 > 2 > 0 and back is the first tree (1 below 2 below 0), so 4 hops of the half at least.
-    assert collective_ns(Network("tree", 3, LINK), 4_000) >= 4 * 2_100
+    # Three: 1 goes by 2 to 0 and back, in the other tree 2 by 0 to 1: 4 hops each, never on one link at a time.
+    assert collective_ns(Network("tree", 3, LINK), 4_000) == 4 * 2_100
 
 
 def test_the_ring_is_the_one_that_is_known() -> None:

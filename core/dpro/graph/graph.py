@@ -194,7 +194,7 @@ class Graph:
         self._arrays = None
         return edge
 
-    def add_ops(self, name: str, kind: OpKind, count: int, **columns: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    def add_ops(self, name: str, kind: OpKind, count: int, **columns: npt.NDArray[Any] | int) -> npt.NDArray[np.int64]:
         """:meth:`add_op` for ``count`` ops of one name at once; columns left out are as there. Returns their ids."""
         first, last = self._op_count, self._op_count + count
         while last > len(self._ops["kind"]):

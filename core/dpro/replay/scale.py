@@ -163,7 +163,7 @@ def _repeated(graph: Graph, workers: int) -> Graph:
         mine = np.flatnonzero(rank == like)
         places = {r: out.resource(f"worker{worker}/{names[r]}") for r in np.unique(resource[mine]).tolist() if r >= 0}
         copy = np.arange(len(rank))  # shared ops are themselves
-        copy[mine] = out.add_ops("copy", OpKind.LOCAL, len(mine), rank=np.array(worker))
+        copy[mine] = out.add_ops("copy", OpKind.LOCAL, len(mine), rank=worker)
         for key in keys:
             out.set_many(copy[mine], key, columns[key][mine])
         out.set_many(copy[mine], "resource", np.array([places.get(r, NO_RESOURCE) for r in resource[mine].tolist()]))
@@ -186,7 +186,7 @@ def _expand(graph: Graph, ops: npt.NDArray[np.int64], network: Network, whole: b
     start = dict(zip(arrays.ids.tolist(), played.start.tolist(), strict=True))
     links: dict[str, int] = {}
     ends: dict[int, int] = {}
-    body: dict[int, int] = {}
+    body: dict[int, tuple[int, ...]] = {}
     for op in sorted(ops.tolist(), key=lambda op: (start[op], op)):
         nbytes = int(graph.column("nbytes")[op])
         if nbytes not in made:
@@ -194,22 +194,24 @@ def _expand(graph: Graph, ops: npt.NDArray[np.int64], network: Network, whole: b
         channel = int(graph.column("resource")[op]) if network.in_turn else NO_RESOURCE
         body[op] = _put(graph, op, made[nbytes], links, ends.get(channel))
         if channel != NO_RESOURCE:
-            ends[channel] = body[op]
-    # Only the op at its end still stands for a bucket: what lies before is the network's.
-    graph.set_buckets([replace(b, ops=tuple(body.get(op, op) for op in b.ops)) for b in graph.buckets])
+            ends[channel] = body[op][-1]
+    graph.set_buckets(
+        [replace(b, ops=tuple(new for op in b.ops for new in body.get(op, (op,)))) for b in graph.buckets]
+    )
 
 
-def _put(graph: Graph, op: int, made: Messages, links: dict[str, int], after: int | None) -> int:
-    """Replace one collective; ``after``: what its channel had before it. Returns the op at its end."""
+def _put(graph: Graph, op: int, made: Messages, links: dict[str, int], after: int | None) -> tuple[int, ...]:
+    """Replace one collective; ``after``: what its channel had before it. Returns its ops, the one at its end last."""
     pairs, rank = graph.edges(), graph.column("rank")
     before, behind = pairs[pairs[:, 1] == op, 0], pairs[pairs[:, 0] == op, 1]
     name, gap, nbytes = graph.name_of(op), int(graph.column("gap")[op]), int(graph.column("nbytes")[op])
     tensor = int(graph.column("tensor")[op])
     of_rank = rank[before]
     graph.remove_ops([op])
+    agreed: list[int] = []
     if gap:  # agreed on by all before anybody sends
-        before = np.array([graph.add_op("agreed", OpKind.LOCAL, gap=gap, after=before.tolist())])
-        of_rank = np.array([-1])
+        agreed = [graph.add_op("agreed", OpKind.LOCAL, gap=gap, after=before.tolist())]
+        before, of_rank = np.array(agreed), np.array([-1])
     for link in made.links:
         links.setdefault(link, graph.resource(link))
     resource = np.array([links[link] for link in made.links] + [NO_RESOURCE])[made.link]
@@ -235,7 +237,7 @@ def _put(graph: Graph, op: int, made: Messages, links: dict[str, int], after: in
     end = graph.add_op(name, OpKind.COLLECTIVE, tensor=tensor, nbytes=nbytes)
     graph.add_edges(_every(sent[last], np.array([end])))
     graph.add_edges(_every(np.array([end]), behind))
-    return end
+    return (*agreed, *sent.tolist(), end)
 
 
 def _every(before: npt.NDArray[np.int64], after: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
