@@ -244,6 +244,10 @@ def test_what_is_refused() -> None:
         at_size(pieces, ring)
     with pytest.raises(WhatIfError, match="the capture has 5"):
         whole_job(job([1_000], [10], ranks=5), ring)
+    long = job([1 << 40] * 20, [10] * 20)
+    for network in (Network("ps", 4, Link(0, 1e5), servers=1), Network("ring", 4, Link(0, 1e5))):
+        with pytest.raises(WhatIfError, match="years"):
+            at_size(long, network)
     with pytest.raises(TopologyError, match="years"):
         at_size(job([1 << 50], [10]), Network("ring", 4, Link(0, 1e5)))
 

@@ -21,7 +21,7 @@ from dpro.graph.graph import NO_RESOURCE, Arrays, Graph, OpKind
 from dpro.graph.topology import Messages, Network, messages
 from dpro.replay.engine import replay, replay_arrays
 from dpro.replay.symmetry import collapse
-from dpro.replay.whatif import WhatIfError, ring_model, stretch
+from dpro.replay.whatif import MAX_TOTAL_NS, WhatIfError, ring_model, stretch, total_ns
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,8 @@ def _expand(graph: Graph, ops: npt.NDArray[np.int64], network: Network, whole: b
     graph.set_buckets(
         [replace(b, ops=tuple(new for op in b.ops for new in body.get(op, (op,)))) for b in graph.buckets]
     )
+    if not total_ns(graph) < MAX_TOTAL_NS:
+        raise WhatIfError("a step would last for years: ask for less")
 
 
 def _put(graph: Graph, op: int, made: Messages, links: dict[str, int], after: int | None) -> tuple[int, ...]:
