@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from dpro.cost.sync import SyncModel, fit
 from dpro.graph.graph import NO_RESOURCE, Arrays, Graph, OpKind
 from dpro.graph.topology import Messages, Network, messages
 from dpro.replay.engine import replay, replay_arrays
@@ -75,10 +74,9 @@ def at_size(graph: Graph, network: Network) -> Graph:
     """The job among ``network.workers`` workers, one of each kind of rank standing for all of its kind.
 
     Ranks that do the same are collapsed (:func:`~dpro.replay.symmetry.collapse`). Where all-reduces go one after the
-    other each stays one op, of the time that its messages take, and ``info["sync"]``, if there, becomes the cost of a
-    bucket on that network, so that a search finds what is best there. A parameter server's are the messages of one
-    worker, without such a cost. ``graph`` stays as it is. Where all ranks do the same the replay equals that of
-    :func:`whole_job`.
+    other each stays one op, of the time that its messages take; a parameter server's are the messages of one worker.
+    ``info["sync"]`` is gone, since it was the captured network's: :func:`dpro.cost.sync.fit_network` has that of the
+    new one. ``graph`` stays as it is. Where all ranks do the same the replay equals that of :func:`whole_job`.
 
     Raises:
         WhatIfError: no all-reduce, one of unknown size or cut into pieces, or another collective than a broadcast.
@@ -97,16 +95,8 @@ def _sized(small: Graph, network: Network) -> Graph:
         took = {size: collective_ns(network, size) for size in set(nbytes.tolist())}
         stretch(out, new[ops].astype(np.int64), np.array([took[size] for size in nbytes.tolist()], dtype=np.float64))
     out.info["world_size"] = network.workers
-    if isinstance(sync := out.info.pop("sync", None), SyncModel) and network.in_turn:
-        out.info["sync"] = _sync_at(network, nbytes, sync)
+    out.info.pop("sync", None)
     return out
-
-
-def _sync_at(network: Network, nbytes: npt.NDArray[np.int64], now: SyncModel) -> SyncModel:
-    """What a bucket would cost there, a line through what those of now and their sum would; the host's part as now."""
-    sizes = sorted({*nbytes.tolist(), max(2, int(nbytes.sum())), max(1, int(nbytes.min()) // 2)})
-    line = fit(sizes, [collective_ns(network, size) for size in sizes])
-    return replace(line, steal_ns_per_byte=now.steal_ns_per_byte, delay_ns=now.delay_ns)
 
 
 def whole_job(graph: Graph, network: Network) -> Graph:
