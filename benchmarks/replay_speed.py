@@ -29,8 +29,8 @@ KERNELS_PER_LAYER = 4
 US = 1_000
 
 
-def ddp_graph(ops: int, ranks: int = 8, seed: int = 0) -> Graph:
-    """About ``ops`` ops: as many training steps of ``ranks`` workers as that takes, one after another.
+def ddp_graph(ops: int | None, ranks: int = 8, seed: int = 0) -> Graph:
+    """``ops`` ops: as many training steps of ``ranks`` workers as that takes, one after another; None: one step.
 
     Per kernel there is a launch on the host thread and the kernel on the compute stream; the
     communication stream waits for the gradients of a bucket, all ranks join in one COLLECTIVE, and
@@ -101,9 +101,11 @@ def ddp_graph(ops: int, ranks: int = 8, seed: int = 0) -> Graph:
             for k in range(20):
                 kernel(rank, f"adam{k}", OpKind.UPDATE, 30)
 
-    while len(graph.column("kind")) < ops:
+    step()
+    while ops is not None and len(graph.column("kind")) < ops:
         step()
-    graph.remove_ops(list(range(ops, len(graph.column("kind")))))
+    if ops is not None:
+        graph.remove_ops(list(range(ops, len(graph.column("kind")))))
     return graph
 
 

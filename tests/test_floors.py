@@ -31,7 +31,7 @@ FLOORS: list[set[str]] = [
     {"passes"},
     {"report", "search"},
     {"tuner", "planning", "session", "outcome"},  # planning and session are pieces of the tuner
-    {"cli", "cli_output", "__main__", "dpro_integrations"},
+    {"cli", "cli_output", "cli_whatif", "__main__", "dpro_integrations"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 

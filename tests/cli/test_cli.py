@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpro import cli, cli_output
-from dpro.graph.graph import Graph, OpKind
+from dpro import cli, cli_output, cli_whatif
 from dpro.passes import ddp_buckets
 from dpro.plan import Plan
 from dpro.trace import kineto
@@ -205,22 +204,6 @@ def test_optimize_of_horovod_gives_groups_and_what_takes_effect_at_the_start(
     assert not answer["warnings"]
 
 
-@pytest.mark.parametrize(
-    ("transfers", "expected"),
-    [
-        ([(1, 9), (2, 17), (4, 33)], {"ns_per_byte": 8.0, "latency_ns": 1e6}),  # 1 ms + 8 ms per MB
-        ([(1, 12), (7, 4)], {"ns_per_byte": 2.0}),  # noise: 16 ms for 8 MB is all there is to say
-        ([(4, 8)], {"ns_per_byte": 2.0}),
-        ([], {}),
-    ],
-)
-def test_bandwidth_is_fitted_to_the_transfers(transfers: list[tuple[int, int]], expected: dict[str, float]) -> None:
-    graph = Graph()
-    for mb, ms in transfers:
-        graph.add_op("all_reduce", OpKind.COLLECTIVE, duration=ms * 1_000_000, nbytes=mb * 1_000_000)
-    assert cli._network(graph) == pytest.approx(expected)
-
-
 def test_tables_are_for_people_and_warnings_for_stderr(trace: Path) -> None:
     text = json.loads(trace.read_text())
     text["traceEvents"].append({"ph": "X", "cat": "cpu_op", "name": "aten::bad", "tid": 1, "ts": 1095, "dur": -3})
@@ -383,7 +366,7 @@ def test_as_a_process(tmp_path: Path, trace: Path) -> None:
 def test_a_pattern_that_takes_for_ever_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = "a" * 40 + "!"  # (a+)+$ tries 2**40 ways to read it
     path = syn.write(tmp_path / "rank0.json", [syn.mark("ProfilerStep#0", 0, 100), syn.op(name, 1, 99)])
-    monkeypatch.setattr(cli, "PATTERN_SECONDS", 0.2)
+    monkeypatch.setattr(cli_whatif, "PATTERN_SECONDS", 0.2)
     done = main("whatif", str(path), "--scale", "(a+)+$=2")
     assert done[0] == 2 and one_line(done[2]) == f"{path}: pattern '(a+)+$' takes too long to match\n"
 

@@ -223,3 +223,28 @@ def test_a_subgraph_is_a_graph_of_its_own() -> None:
     part.undo(0)
     assert len(part) == 2
     assert (len(graph), graph.resource_names, graph.column("duration").tolist()) == (3, ["host"], [0, 1, 2, 3])
+
+
+def test_many_at_once_are_as_one_by_one() -> None:
+    many, single = Graph(), Graph()
+    for graph in (many, single):
+        graph.resource("link")
+        graph.add_op("first", OpKind.LOCAL)
+    mark = many.mark()
+    duration, gap = np.arange(300), np.full(300, 4)
+    ids = many.add_ops("send", OpKind.SEND, 300, resource=np.zeros(300), duration=duration, gap=gap)
+    many.add_edges(np.stack([np.zeros(300, int), ids], axis=1))
+    many.add_edges(np.zeros((0, 2), int))
+    for ns in range(300):
+        single.add_op("send", OpKind.SEND, resource=0, duration=ns, gap=4, after=[0])
+    for key in ("kind", "name", "resource", "duration", "gap", "priority", "tensor", "rank", "nbytes", "alive"):
+        assert many.column(key).tolist() == single.column(key).tolist(), key
+    assert many.edges().tolist() == single.edges().tolist()
+    assert many.name_table == single.name_table
+    with pytest.raises(ValueError, match="not there"):
+        many.add_edges(np.array([[0, 301]]))
+    many.remove_ops([7])
+    with pytest.raises(ValueError, match="not there"):
+        many.add_edges(np.array([[0, 7]]))
+    many.undo(mark)
+    assert (len(many), len(many.edges())) == (1, 0)

@@ -8,14 +8,16 @@ It refuses to look more certain than the data: :attr:`SyncModel.trust` says how 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dpro.graph.graph import Graph
+from dpro.graph.topology import Network
 from dpro.replay.engine import bucket_spans, replay
+from dpro.replay.scale import collective_ns
 
 #: One size cannot tell latency from bandwidth: this share of its time is then taken for latency.
 ASSUMED_LATENCY_SHARE = 0.05
@@ -153,6 +155,20 @@ def fit_buckets(
         steal_ns_per_byte=steal(moving, steps * step_bytes),
         delay_ns=float(np.median(delays)) if delays else 0.0,
     )
+
+
+def fit_network(network: Network, nbytes: Sequence[int], captured: SyncModel) -> SyncModel:
+    """What a bucket costs on ``network``, for a search there: a line through what ``nbytes`` take, and all together.
+
+    What transfers cost the host and what passes before them stays as ``captured``. With parameter servers buckets
+    overlap, and a line for one says too much of all.
+
+    Raises:
+        ValueError: no positive size.
+    """
+    sizes = sorted({size for size in (*nbytes, sum(nbytes), min(nbytes, default=0) // 2) if size > 0})
+    line = fit(sizes, [collective_ns(network, size) for size in sizes])
+    return replace(line, steal_ns_per_byte=captured.steal_ns_per_byte, delay_ns=captured.delay_ns)
 
 
 def _delays(graph: Graph) -> list[int]:

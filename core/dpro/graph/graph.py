@@ -212,6 +212,41 @@ class Graph:
         self._arrays = None
         return edge
 
+    def add_ops(self, name: str, kind: OpKind, count: int, **columns: npt.NDArray[Any] | int) -> npt.NDArray[np.int64]:
+        """:meth:`add_op` for ``count`` ops of one name at once; columns left out are as there. Returns their ids."""
+        first, last = self._op_count, self._op_count + count
+        while last > len(self._ops["kind"]):
+            self._ops = {key: np.resize(column, 2 * len(column)) for key, column in self._ops.items()}
+        values: dict[str, Any] = {
+            "resource": NO_RESOURCE, "duration": 0, "gap": 0, "priority": 0, "tensor": -1, "rank": -1, "nbytes": -1,
+            **columns, "kind": kind, "name": self._names.setdefault(name, len(self.name_table)), "alive": True,
+        }  # fmt: skip
+        if values["name"] == len(self.name_table):
+            self.name_table.append(name)
+        for key, column in self._ops.items():
+            column[first:last] = values[key]
+        self._op_count = last
+        self._journal += [("op",)] * count
+        self._arrays = None
+        return np.arange(first, last)
+
+    def add_edges(self, pairs: npt.NDArray[Any]) -> None:
+        """:meth:`add_edge` for every row of ``pairs`` [n, 2].
+
+        Raises:
+            ValueError: an op was removed, or never made.
+        """
+        if len(pairs) and (pairs.min() < 0 or pairs.max() >= self._op_count or not self._ops["alive"][pairs].all()):
+            raise ValueError("an edge of an op that is not there")
+        first, last = self._edge_count, self._edge_count + len(pairs)
+        while last > len(self._edges["src"]):
+            self._edges = {key: np.resize(column, 2 * len(column)) for key, column in self._edges.items()}
+        self._edges["src"][first:last], self._edges["dst"][first:last] = pairs[:, 0], pairs[:, 1]
+        self._edges["alive"][first:last] = True
+        self._edge_count = last
+        self._journal += [("edge",)] * len(pairs)
+        self._arrays = None
+
     def set(self, op: int, key: str, value: int) -> None:
         """Change one number of one op (``duration``, ``gap``, ``priority``, ``resource``, …)."""
         self._journal.append(("set", op, key, self._ops[key][op].item()))

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dpro.errors import DproError
-from dpro.graph.graph import NO_RESOURCE, Graph
+from dpro.graph.graph import NO_RESOURCE, Arrays, Graph
 from dpro.graph.ps_ops import INFO as PARAMETER_SERVERS
+from dpro.replay.engine import replay
 
 Ints = npt.NDArray[np.int64]
 
@@ -52,12 +53,14 @@ def collapse(graph: Graph, tolerance: float = 0.0) -> Collapsed:
     the numbers of resources. Those decide nothing between ranks as long as every shared op takes time: its duration
     or its gap is not 0. Of two choices at the same ns it may otherwise be the other one.)
 
-    With more, the representative has the mean of its class. As long as ops keep their order, the step is off by no
-    more than a factor 1 / (1 - ``tolerance``)², since no op is. But the mean has no slowest rank: what ranks wait
-    because each is late in turn is lost, and a step of ranks with noise of their own comes out too short.
+    With more, the representative does each op when the last of its class does in the replay of ``graph``: it is
+    eligible when the last one is, and starts and ends so. What ranks wait because each is late in turn stays, which a
+    mean would lose, and as long as all ranks do their ops in one order the replay is still that of the old graph. What
+    an edit then changes is approximate: the work of the representative is that of whoever was late just then.
 
     Raises:
         SymmetryError: a job with parameter servers, whose queues every worker shares; or no tolerance in [0, 1].
+        CycleError: ops that wait for themselves, where there is a tolerance.
     """
     if not 0 <= tolerance <= 1:
         raise SymmetryError(f"tolerance {tolerance}: give a share between 0 and 1")
@@ -71,13 +74,11 @@ def collapse(graph: Graph, tolerance: float = 0.0) -> Collapsed:
     for i in left.tolist():
         keep[rows.ops(i)] = True
     small, onto = graph.subgraph(keep)
+    if tolerance:
+        _take_the_latest(graph, small, keep, [[rows.ops(i) for i in part] for part in classes if len(part) > 1])
     for first, *others in classes:
         for i in others:
             onto[rows.ops(i)] = onto[rows.ops(first)]
-        if others and tolerance:
-            for key in ("duration", "gap"):
-                times = np.stack([graph.column(key)[rows.ops(i)] for i in (first, *others)])
-                small.set_many(onto[rows.ops(first)], key, times.mean(axis=0))
     # What ended a bucket still ends it: the last op comes last, also where it was another rank's.
     for bucket, full in zip(small.buckets, graph.buckets, strict=True):
         bucket.ops = tuple(dict.fromkeys(onto[list(full.ops)].tolist()[::-1]))[::-1]
@@ -90,13 +91,42 @@ def collapse(graph: Graph, tolerance: float = 0.0) -> Collapsed:
     return Collapsed(small, members, onto, _assumption(members, tolerance))
 
 
+def _take_the_latest(graph: Graph, small: Graph, keep: npt.NDArray[np.bool_], classes: list[list[Ints]]) -> None:
+    """Give the first rank of each class (its ops, rank by rank) times such that it replays as the last ones do."""
+    arrays, played = graph.arrays(), replay(graph)
+    eligible, start, end = np.zeros((3, len(keep)), np.int64)
+    eligible[arrays.ids] = _ready(arrays, played.end) + arrays.gap
+    start[arrays.ids], end[arrays.ids] = played.start, played.end
+    merged = np.zeros(len(keep), "?")
+    for first, *others in classes:
+        merged[first] = True
+        for time in (eligible, start, end):
+            time[first] = np.max([time[ops] for ops in (first, *others)], axis=0)
+    kept = np.flatnonzero(keep & graph.column("alive"))  # in the order of the new ids
+    eligible, start, end, ids = eligible[kept], start[kept], end[kept], np.flatnonzero(merged[kept])
+    gap = eligible - _ready(small.arrays(), end)
+    small.set_many(ids, "duration", (end - start)[ids])
+    small.set_many(ids, "gap", gap[ids])
+
+
+def _ready(arrays: Arrays, end: Ints) -> Ints:
+    """By row, when its last predecessor ends."""
+    ready = np.zeros(len(arrays.ids), np.int64)
+    np.maximum.at(ready, arrays.indices, np.repeat(end, np.diff(arrays.indptr)))
+    return ready
+
+
 def _assumption(members: dict[int, tuple[int, ...]], tolerance: float) -> str:
     count = sum(map(len, members.values()))
     if len(members) == count:
         return f"no two of the {count} ranks do the same: each is replayed"
     alike = ", ".join(f"{len(ranks)} like rank {first}" for first, ranks in members.items() if len(ranks) > 1)
     said = f"{count} ranks are replayed as {len(members)}: {alike}"
-    return f"{said}, whose times differ by up to {100 * tolerance:g} % and are averaged" if tolerance else said
+    return (
+        f"{said}, whose times differ by up to {100 * tolerance:g} %: the latest of each moment stands for all"
+        if tolerance
+        else said
+    )
 
 
 class _Rows:

@@ -70,7 +70,7 @@ def scale_ops(graph: Graph, pattern: str, factor: float) -> Change:
     ops = _living(graph, hit[graph.column("name")] if len(hit) else np.zeros(0, "?"))
     if not len(ops):
         raise WhatIfError(f"no op's name matches {pattern!r}")
-    _stretch(graph, ops, graph.column("duration")[ops] * factor)
+    stretch(graph, ops, graph.column("duration")[ops] * factor)
     return Change(len(ops), f"{len(ops)} ops matching {pattern!r} take {factor:g}× their time")
 
 
@@ -94,7 +94,7 @@ def scale_bandwidth(graph: Graph, bandwidth: str, *, ns_per_byte: float = 0.0, l
     if not len(ops):
         raise WhatIfError("no collective or message in this trace: there is no bandwidth to change")
     # What the link carries is more than the payload: each rank of a ring sends it 2 (n-1)/n times.
-    measured_gbit = 8 / ns_per_byte * _RING["allreduce"](max(_workers(graph), 2)) if ns_per_byte > 0 else None
+    measured_gbit = 8 / ns_per_byte * _RING["allreduce"](max(workers_of(graph), 2)) if ns_per_byte > 0 else None
     factor = parse_bandwidth(bandwidth, measured_gbit)
     if not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
         raise WhatIfError(
@@ -103,7 +103,7 @@ def scale_bandwidth(graph: Graph, bandwidth: str, *, ns_per_byte: float = 0.0, l
         )
     before = graph.column("duration")[ops]
     fixed = np.minimum(before, latency_ns)
-    _stretch(graph, ops, fixed + (before - fixed) / factor)
+    stretch(graph, ops, fixed + (before - fixed) / factor)
     said = f"{len(ops)} transfers at {factor:.4g}× the bandwidth measured"
     if measured_gbit:
         said += f" (about {measured_gbit:.3g} Gbit/s)"
@@ -144,7 +144,7 @@ def set_workers(graph: Graph, workers: int, *, latency_ns: float = 0.0) -> Chang
         raise WhatIfError(
             f"{workers} workers: a collective needs 2 or more, and {MAX_WORKERS:,} are the most that can be asked"
         )
-    now = _workers(graph)
+    now = workers_of(graph)
     if now < 2:
         raise WhatIfError("the trace is of 1 worker: it holds no transfer to scale to more")
     ops = _living(graph, graph.column("kind") == OpKind.COLLECTIVE)
@@ -160,7 +160,7 @@ def set_workers(graph: Graph, workers: int, *, latency_ns: float = 0.0) -> Chang
         factors[index] = _RING[model](workers) / _RING[model](now)
         if steps := ring_steps(model, now):
             slower[index] = ring_steps(model, workers) / steps
-    _stretch(graph, ops, fixed * slower + (before - fixed) * factors)
+    stretch(graph, ops, fixed * slower + (before - fixed) * factors)
     return Change(
         len(ops),
         f"{now} → {workers} workers: ring collectives, so an all-reduce's transfer grows as 2(N-1)/N; "
@@ -181,7 +181,7 @@ def total_ns(graph: Graph) -> float:
     return float(sum(graph.column(key)[alive].sum(dtype=np.float64) for key in ("duration", "gap")))
 
 
-def _stretch(graph: Graph, ops: npt.NDArray[np.int64], durations: npt.NDArray[np.float64]) -> None:
+def stretch(graph: Graph, ops: npt.NDArray[np.int64], durations: npt.NDArray[np.float64]) -> None:
     """Set durations, unless the step could then last longer than the engine can count."""
     before = float(graph.column("duration")[ops].sum(dtype=np.float64))
     if not total_ns(graph) - before + float(durations.sum()) < MAX_TOTAL_NS:
@@ -189,7 +189,7 @@ def _stretch(graph: Graph, ops: npt.NDArray[np.int64], durations: npt.NDArray[np
     graph.set_many(ops, "duration", durations)
 
 
-def _workers(graph: Graph) -> int:
+def workers_of(graph: Graph) -> int:
     """World size where the builder knew it (a trace may hold a few ranks of many), else the ranks seen."""
     return int(graph.info.get("world_size", graph.ranks))
 
