@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dpro.cost.sync import SyncModel
     from dpro.graph.graph import Graph
     from dpro.replay.engine import Replay
+    from dpro.search.team import Team
     from dpro.session import Session
 
 #: Share of a captured bucket's time from which its latency is worth doubting.
@@ -125,9 +126,14 @@ def replayed_ms(graph: Graph, traces: list[RankTrace], played: Replay) -> float:
 
 
 def make_plans(
-    blobs: list[bytes], knobs: set[Knob], fingerprint: dict[str, str], settings: Settings, session: Session
+    blobs: list[bytes],
+    knobs: set[Knob],
+    fingerprint: dict[str, str],
+    settings: Settings,
+    session: Session,
+    team: Team | None = None,
 ) -> Planned:
-    """Assemble, replay and search; ``blobs`` are the packed traces by rank."""
+    """Assemble, replay and search; ``blobs`` are the packed traces by rank, ``team`` the ranks that replay as well."""
     from dpro.graph.assemble import assemble
     from dpro.graph.horovod import with_responses
     from dpro.graph.ps import is_ps
@@ -168,7 +174,9 @@ def make_plans(
         if model is not None:
             graph.info[cost] = model
         budget_s = max(0.0, settings.search_s - planned.search_s)
-        found = optimize(graph, knobs=knobs, fingerprint=fingerprint, time_budget_s=budget_s, top=settings.trials)
+        found = optimize(
+            graph, knobs=knobs, fingerprint=fingerprint, time_budget_s=budget_s, top=settings.trials, team=team
+        )
         planned.evaluations += found.evaluations
         planned.search_s += found.seconds
         scale = measured_ms / found.baseline_ms

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpro.adapter import Adapter, RankLeft, RecordsUnderPlan, RegionTimer, Rehearses
 from dpro.errors import DproError, PlanError
@@ -31,6 +31,9 @@ from dpro.settings import Settings
 from dpro.trace.model import RankTrace
 from dpro.trace.regions import REGIONS, dump
 from dpro.verdict import Comparison, Window, compare, slowest_rank, timing
+
+if TYPE_CHECKING:
+    from dpro.search.team import Team
 
 #: Turns of plan and baseline before the verdict, where the machine is noisy.
 _MOST_ROUNDS = 3
@@ -66,7 +69,7 @@ class Tuner:
         plan: a plan to verify at once, instead of capture and search.
         on_done: called once with the :class:`Outcome`, on every rank.
         clock: ns, monotonic; tests give their own.
-        planner: traces to plans, on rank 0; tests give their own.
+        planner: traces to plans, on rank 0, in place of :func:`dpro.planning.make_plans`; tests give their own.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Tuner:
         plan: Plan | None = None,
         on_done: Callable[[Outcome], None] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
-        planner: Callable[..., Planned] = make_plans,
+        planner: Callable[..., Planned] | None = None,
         session: Session | None = None,
     ) -> None:
         self.adapter = adapter
@@ -93,6 +96,7 @@ class Tuner:
         self._rank = adapter.exchange.rank
         self._session = session or Session(settings, self._rank)
         self._failure = ""
+        self._team: Team | None = None
         self._meetings = 0
         self._in_force: Plan | None = None
         self._touched = False
@@ -175,7 +179,7 @@ class Tuner:
             # rank 0 alone times regions: the others wait for its plans a little longer, and never for its compiler
             blob = self._guard(lambda: pack_trace(self._with_regions(captured))) if captured is not None else None
             patience_s = 3 * settings.search_s + 2 * settings.regions_s + settings.timeout_s
-            decision = self._meet("plan", blob or b"", self._plan, extra_s=patience_s)
+            decision = self._meet("plan", blob or b"", self._plan, extra_s=patience_s, assisted=True)
             self._switch(None)
         else:
             given = self._given
@@ -291,9 +295,9 @@ class Tuner:
 
     def _plan(self, blobs: list[bytes]) -> dict[str, Any]:
         """Rank 0: traces to plans, and the report."""
-        planned = self._planner(
-            blobs, self.adapter.capabilities(), self.adapter.fingerprint(), self.settings, self._session
-        )
+        adapter = self.adapter
+        given = (blobs, adapter.capabilities(), adapter.fingerprint(), self.settings, self._session)
+        planned = self._planner(*given) if self._planner is not None else make_plans(*given, team=self._team)
         self._outcome.planned = planned
         self._outcome.replayed_ms = planned.replayed_ms
         self._outcome.capture_overhead_pct = planned.capture_overhead_pct
@@ -375,9 +379,14 @@ class Tuner:
             return None
 
     def _meet(
-        self, topic: str, blob: bytes, decide: Callable[[list[bytes]], dict[str, Any]], extra_s: float = 0.0
+        self,
+        topic: str,
+        blob: bytes,
+        decide: Callable[[list[bytes]], dict[str, Any]],
+        extra_s: float = 0.0,
+        assisted: bool = False,
     ) -> dict[str, Any]:
-        """All ranks hand in ``blob``, rank 0 decides, all get the decision.
+        """All ranks hand in ``blob``, rank 0 decides, all get the decision. ``assisted``: the others help it meanwhile.
 
         Raises:
             _StepAside: on every rank alike, if a rank failed, is missing, or ``decide`` raised.
@@ -386,11 +395,19 @@ class Tuner:
         key = f"{self._meetings}/{topic}"
         self._meetings += 1
         exchange.post(key, b"-" + self._failure.encode() if self._failure else b"+" + blob)
+        if assisted:  # what it needs takes a while to import
+            from dpro.search.team import Team, assist
         if self._rank == 0:
+            self._team = Team(exchange, f"{key}/search") if assisted else None
             proposal = self._propose(key, decide)
+            if self._team is not None:
+                self._team.end()
         else:
+            patience_s, began = 2 * timeout_s + extra_s, time.monotonic()
+            if assisted:
+                quietly(lambda: assist(exchange, f"{key}/search", patience_s))
             try:
-                proposal = exchange.wait(key, 2 * timeout_s + extra_s)
+                proposal = exchange.wait(key, max(0.0, patience_s - (time.monotonic() - began)))
             except (TimeoutError, RankLeft) as error:
                 proposal = json.dumps({"stop": describe(error), "freeze": True})
         decision: dict[str, Any] = json.loads(exchange.agree(key, proposal))

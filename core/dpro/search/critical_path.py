@@ -36,6 +36,7 @@ from dpro.search.cycle_time import best_cycles
 from dpro.search.defaults import HAND_TRIED_CAPS_MIB
 from dpro.search.judge import Judge, Verdict
 from dpro.search.op_fusion import Unsynchronised, best_fusion
+from dpro.search.team import Team
 from dpro.search.tensor_fusion import Cuts, Timeline, best_cuts, neighbours
 from dpro.search.view import ALL, Speedups, view
 from dpro.trace.regions import REGIONS
@@ -98,6 +99,7 @@ def optimize(
     time_budget_s: float = 10.0,
     top: int = 3,
     speedups: Speedups = ALL,
+    team: Team | None = None,
 ) -> SearchResult:
     """Find the DDP bucket caps, or the Horovod groups, that make the replayed step shortest.
 
@@ -122,6 +124,8 @@ def optimize(
     (:mod:`dpro.search.tensor_partition`), and nothing else. In a job of one process, which has none
     either, regions are.
 
+    ``team``: other ranks that replay buckets as well, as long as nothing else is edited.
+
     What is searched is a smaller view of the graph (:mod:`dpro.search.view`); what it finds counts as the whole graph
     replays it.
     """
@@ -144,7 +148,7 @@ def optimize(
         graph.info["sync"] = known or fit_buckets([graph])
         relieve(graph, graph.info["sync"])
         seen = view(graph, speedups, [COPY_IN] if Knob.BATCHED_COPY in knobs else [])
-        result = _search(Judge(seen, began + time_budget_s, speedups), knobs, fingerprint or {}, top)
+        result = _search(Judge(seen, began + time_budget_s, speedups, team), knobs, fingerprint or {}, top)
         if seen is not graph:
             result = _on_the_whole(graph, result)
     finally:
@@ -383,7 +387,7 @@ def _search_lists(judge: Judge) -> None:
     try:
         _climb(judge, timeline)
     finally:
-        judge.rebase(None)
+        judge.rebase()
 
 
 def _climb(judge: Judge, timeline: Timeline) -> None:
@@ -393,7 +397,7 @@ def _climb(judge: Judge, timeline: Timeline) -> None:
         here: Verdict | None = verdict
         while here is not None and (cuts := judge.cuts_of(here.grouping)) not in climbed:
             climbed.add(cuts)
-            judge.rebase(here.grouping)
+            judge.rebase(here.caps_bytes)
             ways = neighbours(timeline, cuts)
             if judge.speedups.partial:
                 ways = sorted(ways, key=lambda c: (timeline.estimate_ns(c), c))[:JUDGED_NEIGHBOURS]

@@ -18,8 +18,12 @@ from dpro.passes.tensor_fusion import Grouping, TensorFusion, ddp_grouping, read
 from dpro.replay.delta import DeltaReplay
 from dpro.replay.engine import replay
 from dpro.search.defaults import ddp_uniform
+from dpro.search.team import Team
 from dpro.search.tensor_fusion import Cuts, Timeline
 from dpro.search.view import ALL, Speedups
+
+#: Candidates per rank and question, where several ranks replay them: few enough to look at the clock in between.
+_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,10 @@ class Judge:
     as :mod:`dpro.search.tensor_fusion` writes them, count these; other dtypes follow the caps that result.
     """
 
-    def __init__(self, graph: Graph, deadline_s: float, speedups: Speedups = ALL) -> None:
+    def __init__(self, graph: Graph, deadline_s: float, speedups: Speedups = ALL, team: Team | None = None) -> None:
         self.graph = graph
+        self._team = team
+        self._base_caps: tuple[int, ...] = ()
         self.speedups = speedups
         self.evaluations = 0
         self.verdicts: dict[tuple[int, ...], Verdict] = {}
@@ -68,14 +74,19 @@ class Judge:
         now = time.monotonic()
         return Judge(self.graph, now + (self._deadline_s - now) / 2, self.speedups)
 
-    def rebase(self, grouping: Grouping | None = None) -> None:
-        """Let the graph have these buckets, so that what differs little costs little; None: those of before."""
+    def rebase(self, caps: tuple[int, ...] = ()) -> None:
+        """Let the graph have the buckets of these caps, so that what differs little costs little; () for its own."""
         self.graph.undo(self._mark)
-        self._base = None
-        if grouping is not None:
-            self._fusion.apply(self.graph, self.together(grouping))
-            if self.speedups.delta:
+        self._base, self._base_caps = None, caps
+        if caps:
+            self._fusion.apply(self.graph, self.together(self.grouping(caps)))
+            # contention takes turns by priority everywhere: there only whole replays know
+            if self.speedups.delta and not self.graph.info["sync"].steal_ns_per_byte:
                 self._base = DeltaReplay(self.graph)
+
+    def grouping(self, caps: tuple[int, ...]) -> Grouping:
+        """The buckets that DDP makes under these caps (bytes): one is uniform, more are a list."""
+        return ddp_uniform(self.graph, caps[0]) if len(caps) == 1 else ddp_grouping(self.graph, caps)
 
     def out_of_time(self) -> bool:
         """Whether the time is up. Nothing enforces it but the search."""
@@ -133,17 +144,12 @@ class Judge:
 
     def uniform(self, caps_bytes: Iterable[int]) -> list[Verdict]:
         """DDP with each of these as ``bucket_cap_mb``; without those there was no time for."""
-        return self._judge([((cap,), ddp_uniform(self.graph, cap)) for cap in dict.fromkeys(caps_bytes)])
+        return self._judge([(cap,) for cap in dict.fromkeys(caps_bytes)])
 
     def cut(self, cuts: Iterable[Cuts]) -> list[Verdict]:
         """DDP with the lists of caps that end buckets at these cuts, less those with an empty bucket, as above."""
-        asked = []
-        for one in dict.fromkeys(cuts):
-            caps = tuple(np.diff(self.cum_bytes[[0, *one]]).tolist())
-            if min(caps) > 0:
-                alike = ddp_uniform(self.graph, caps[0]) if len(caps) == 1 else ddp_grouping(self.graph, caps)
-                asked.append((caps, alike))
-        return self._judge(asked)
+        lists = [tuple(np.diff(self.cum_bytes[[0, *one]]).tolist()) for one in dict.fromkeys(cuts)]
+        return self._judge([caps for caps in lists if min(caps) > 0])
 
     def cuts_of(self, grouping: Grouping) -> Cuts:
         """The cuts of a grouping, by its buckets of the main dtype."""
@@ -194,14 +200,33 @@ class Judge:
             model=graph.info["sync"],
         )
 
-    def _judge(self, asked: list[tuple[tuple[int, ...], Grouping]]) -> list[Verdict]:
-        fresh = dict.fromkeys(grouping for _, grouping in asked if grouping not in self._times)
-        for grouping in fresh:
-            # The first one of all is judged even without time, so that there is something to compare.
-            if self._times and self.out_of_time():
-                break
-            self.step_ns(grouping)
-        told = [(caps, grouping) for caps, grouping in asked if grouping in self._times]
-        for caps, grouping in told:
-            self.verdicts.setdefault(caps, Verdict(caps, grouping, self._times[grouping]))
-        return [self.verdicts[caps] for caps, _ in told]
+    def _judge(self, asked: list[tuple[int, ...]]) -> list[Verdict]:
+        buckets = {caps: self.grouping(caps) for caps in asked}
+        fresh: dict[Grouping, tuple[int, ...]] = {}
+        for caps, grouping in buckets.items():
+            if grouping not in self._times:
+                fresh.setdefault(grouping, caps)
+        left = list(fresh.values())
+        # The first one of all is judged even without time, so that there is something to compare.
+        while left and not (self._times and self.out_of_time()):
+            turn = _AT_ONCE * self._team.size if self._team is not None else 1
+            now, left = left[:turn], left[turn:]
+            steps_ns = self._ask(now)
+            self._times.update(zip((buckets[caps] for caps in now), steps_ns, strict=True))
+        told = [caps for caps in asked if buckets[caps] in self._times]
+        for caps in told:
+            self.verdicts.setdefault(caps, Verdict(caps, buckets[caps], self._times[buckets[caps]]))
+        return [self.verdicts[caps] for caps in told]
+
+    def _ask(self, asked: list[tuple[int, ...]]) -> list[int]:
+        def here(caps: tuple[int, ...]) -> int:
+            return self.replayed_ns(self.together(self.grouping(caps)))
+
+        if self._team is None:
+            return [here(caps) for caps in asked]
+        began, before = time.monotonic(), self.evaluations
+        steps_ns = self._team.steps_ns(self._base_caps, asked, here)
+        mean_s = (time.monotonic() - began) / max(1, self.evaluations - before)
+        if not self._base_caps:  # the graph is as it was given
+            self._team.join(self.graph, mean_s)
+        return steps_ns
