@@ -90,6 +90,7 @@ def inform(graph: Graph, traces: list[RankTrace]) -> None:
     from dpro.cost.sync import fit_buckets, idle_share
     from dpro.graph.assemble import assemble_steps
     from dpro.graph.ps_ops import INFO
+    from dpro.search.view import waited_for
     from dpro.trace.regions import REGIONS, load
 
     if INFO in graph.info:
@@ -100,9 +101,12 @@ def inform(graph: Graph, traces: list[RankTrace]) -> None:
     graph.info[REGIONS] = [region for trace in traces for region in load(trace.meta.extra.get(REGIONS))]
     contention = [trace.meta.contention for trace in traces]
     graph.info["idle_share"] = idle_share(contention)
+    # what a transfer takes is told by those that it waits for
+    ranks = waited_for(graph)
+    few = [trace for rank, trace in enumerate(traces) if rank in ranks]
     with contextlib.suppress(ValueError):  # nothing to fit to: the search says so
         steps = min(trace.steps for trace in traces)
-        graph.info["sync"] = fit_buckets(assemble_steps(traces), contention=contention, steps=steps)
+        graph.info["sync"] = fit_buckets(assemble_steps(few), contention=contention, steps=steps)
 
 
 def replayed_ms(graph: Graph, traces: list[RankTrace], played: Replay) -> float:

@@ -7,6 +7,7 @@ comes of it, the whole graph is asked.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ def view(graph: Graph, speedups: Speedups, names: Iterable[str] = ()) -> Graph:
     """A smaller graph with the same tensors and buckets, or ``graph`` itself; ops with such ``names`` stay ops."""
     seen = graph
     if speedups.symmetry and INFO not in graph.info:
-        seen = _waited_for(collapse(graph).graph)
+        seen = _few(collapse(graph).graph)
     if speedups.coarse:
         seen = coarsen(seen, _shared(seen), _named(seen, frozenset(names)))
     return seen
@@ -67,23 +68,26 @@ def _named(graph: Graph, names: frozenset[str]) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _waited_for(graph: Graph) -> Graph:
-    """With the ranks that are last to have their gradients ready, and the one that is last of all."""
+def waited_for(graph: Graph, most: int = MOST_RANKS) -> list[int]:
+    """So many ranks at most: those that are last to have their gradients ready, and the one that is last of all."""
     rank = graph.column("rank")
-    ranks = np.unique(rank[graph.column("alive") & (rank >= 0)])
-    if len(ranks) <= MOST_RANKS:
-        return graph
+    ranks = np.unique(rank[graph.column("alive") & (rank >= 0)]).tolist()
+    if len(ranks) <= most:
+        return list(ranks)
     end = np.zeros(len(rank), dtype=np.int64)
-    arrays = graph.arrays()
-    end[arrays.ids] = replay(graph).end
+    end[graph.arrays().ids] = replay(graph).end
     last: dict[int, tuple[int, int]] = {}
-    for (r, tensor), op in sorted(graph.out_op.items()):
+    for (r, tensor), op in graph.out_op.items():
         last[tensor] = max(last.get(tensor, (-1, -1)), (int(end[op]), r))
-    count = np.bincount([r for _, r in last.values()], minlength=int(ranks.max()) + 1)
+    times = Counter(r for _, r in last.values())
     slowest = int(rank[np.where(rank >= 0, end, -1).argmax()])
-    chosen = [slowest, *(r for r in np.argsort(-count, kind="stable").tolist() if r != slowest and r in ranks)]
-    kept = set(chosen[:MOST_RANKS])
-    small, _ = graph.subgraph((rank < 0) | np.isin(rank, list(kept)))
+    return sorted(sorted(ranks, key=lambda r: (r != slowest, -times[r], r))[:most])
+
+
+def _few(graph: Graph) -> Graph:
+    """With the ranks that are waited for."""
+    rank, kept = graph.column("rank"), waited_for(graph)
+    small, _ = graph.subgraph((rank < 0) | np.isin(rank, kept))
     small.info.setdefault("world_size", graph.ranks)
     small.info["main_resource"] = {r: at for r, at in graph.info.get("main_resource", {}).items() if r in kept}
     return small
