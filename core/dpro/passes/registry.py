@@ -19,7 +19,9 @@ ENTRY_POINT_GROUP = "dpro.passes"
 _BUILT_IN = {
     "batched_copy": "dpro.passes.batched_copy:BatchedCopy",
     "bucket_view": "dpro.passes.bucket_view:BucketView",
+    "compression": "dpro.passes.compression:Compression",
     "cycle_time": "dpro.passes.cycle_time:CycleTime",
+    "mixed_precision": "dpro.passes.mixed_precision:MixedPrecision",
     "op_fusion": "dpro.passes.op_fusion:OpFusion",
     "tensor_fusion": "dpro.passes.tensor_fusion:TensorFusion",
     "in_flight": "dpro.passes.in_flight:InFlight",

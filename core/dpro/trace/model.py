@@ -101,6 +101,8 @@ class Collective:
     tensors: tuple[int, ...] = ()
 
 
+#: Key of ``Meta.extra``, and of a graph's ``info``: 16 bit formats that the job could reduce gradients in, best first.
+GRADIENT_DTYPES = "gradient_dtypes"
 #: A setting of a library's beyond this, ns or bytes, is not one.
 _MOST_SETTING = 1 << 50
 
