@@ -36,8 +36,6 @@ app = typer.Typer(
 
 #: Who can choose the edits (design: fastt, heterog and disco are to come).
 STRATEGIES = ("dpro",)
-#: A regular expression may take time exponential in a name's length; an honest one takes milliseconds.
-PATTERN_SECONDS = 2.0
 
 PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A run folder, a trace file, or a folder of them.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
@@ -268,28 +266,26 @@ def whatif(
         list[str] | None, typer.Option(metavar="REGEX=F", help="Ops so named take F times as long.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Collectives among this many ranks.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="bf16[+gradients][=F]", help="Arithmetic in 16 bit (or fp16).")
+    ] = None,
+    compress: Annotated[str | None, typer.Option(metavar="bf16", help="Gradients reduced in 16 bit (or fp16).")] = None,
     json: Json = False,
 ) -> None:
-    """Predict a step with another network, faster ops or more workers."""
-    from dpro.replay import whatif as ask
+    """Predict a step with another network, faster ops, more workers or 16 bit."""
     from dpro.replay.engine import replay as run
-    from dpro.report.patience import at_most
+    from dpro.replay.whatif import WhatIfError
+    from dpro.search.question import ask
 
-    if bandwidth is None and not scale and workers is None:
-        raise typer.BadParameter("ask something: --bandwidth, --scale or --workers")
+    question = {"bandwidth": bandwidth, "scale": scale, "workers": workers, "precision": precision}
+    question["compress"] = compress
+    if not any(value not in (None, []) for value in question.values()):
+        raise typer.BadParameter(f"ask something: {', '.join('--' + key for key in question)}")
     graph = _assemble(path, _load(path))
-    baseline_ms, network = run(graph).makespan_ns / 1e6, _network(graph)
-    assumptions = []
+    baseline_ms = run(graph).makespan_ns / 1e6
     try:
-        for item in scale or []:
-            pattern, factor = _pattern_and_factor(item)
-            with at_most(PATTERN_SECONDS, ask.WhatIfError(f"pattern {pattern!r} takes too long to match")):
-                assumptions.append(ask.scale_ops(graph, pattern, factor).assumption)
-        if bandwidth is not None:
-            assumptions.append(ask.scale_bandwidth(graph, bandwidth, **network).assumption)
-        if workers is not None:
-            assumptions.append(ask.set_workers(graph, workers, latency_ns=network.get("latency_ns", 0.0)).assumption)
-    except ask.WhatIfError as error:
+        assumptions = ask(graph, question)
+    except WhatIfError as error:
         raise TraceError(path, str(error)) from error
     predicted_ms = run(graph).makespan_ns / 1e6
     if json:
@@ -456,33 +452,3 @@ def _fingerprint(traces: list[RankTrace]) -> dict[str, str]:
     """Whom a plan fits, as the adapter that captured the traces said; empty for imported ones."""
     told = traces[0].meta.extra.get("fingerprint", {})
     return {str(key): str(value) for key, value in told.items()} if isinstance(told, dict) else {}
-
-
-def _network(graph: Graph) -> dict[str, float]:
-    """What one byte more costs, and the latency if the fit can tell it; empty if no size is known."""
-    from dpro.cost.links import fit_all_reduce
-    from dpro.cost.sync import fit
-    from dpro.replay.whatif import transfers
-
-    told = fit_all_reduce(graph)  # messages tell the two apart even where all buckets have one size
-    if told is not None and told.ns_per_byte > 0:
-        return {"ns_per_byte": told.ns_per_byte, "latency_ns": told.latency_ns}
-    known = transfers(graph)
-    try:
-        model = fit(*known)
-    except ValueError:
-        return {}
-    if model.trust == "good" and model.ns_per_byte > 0:
-        return {"ns_per_byte": model.ns_per_byte, "latency_ns": model.latency_ns}
-    # Too few sizes, or too noisy, to tell latency from bandwidth: all of the time is taken for bandwidth.
-    return {"ns_per_byte": float(known[1].sum() / known[0].sum())}
-
-
-def _pattern_and_factor(text: str) -> tuple[str, float]:
-    pattern, separator, factor = text.rpartition("=")
-    try:
-        if separator and pattern:
-            return pattern, float(factor)
-    except ValueError:
-        pass
-    raise typer.BadParameter(f"{text!r} is not REGEX=FACTOR, such as 'gemm=0.5'", param_hint="--scale")

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dpro import cli, cli_output
-from dpro.graph.graph import Graph, OpKind
 from dpro.passes import ddp_buckets
 from dpro.plan import Plan
+from dpro.search import question
 from dpro.trace import kineto
 from dpro.trace.store import RunFolder
 from tests.cli.kineto_files import USELESS, step_of_100_us
@@ -205,22 +205,6 @@ def test_optimize_of_horovod_gives_groups_and_what_takes_effect_at_the_start(
     assert not answer["warnings"]
 
 
-@pytest.mark.parametrize(
-    ("transfers", "expected"),
-    [
-        ([(1, 9), (2, 17), (4, 33)], {"ns_per_byte": 8.0, "latency_ns": 1e6}),  # 1 ms + 8 ms per MB
-        ([(1, 12), (7, 4)], {"ns_per_byte": 2.0}),  # noise: 16 ms for 8 MB is all there is to say
-        ([(4, 8)], {"ns_per_byte": 2.0}),
-        ([], {}),
-    ],
-)
-def test_bandwidth_is_fitted_to_the_transfers(transfers: list[tuple[int, int]], expected: dict[str, float]) -> None:
-    graph = Graph()
-    for mb, ms in transfers:
-        graph.add_op("all_reduce", OpKind.COLLECTIVE, duration=ms * 1_000_000, nbytes=mb * 1_000_000)
-    assert cli._network(graph) == pytest.approx(expected)
-
-
 def test_tables_are_for_people_and_warnings_for_stderr(trace: Path) -> None:
     text = json.loads(trace.read_text())
     text["traceEvents"].append({"ph": "X", "cat": "cpu_op", "name": "aten::bad", "tid": 1, "ts": 1095, "dur": -3})
@@ -316,7 +300,11 @@ def test_cut_file_is_read_as_far_as_it_goes(tmp_path: Path, packed: bool) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["whatif", "{trace}"], "--bandwidth, --scale or --workers"),
+        (["whatif", "{trace}"], "ask something: --bandwidth, --scale, --workers"),
+        (["whatif", "{trace}", "--precision", "fp8"], "'fp8' is not bf16 or fp16"),
+        (["whatif", "{trace}", "--precision", "bf16"], "no matrix product"),
+        (["whatif", "{trace}", "--compress", "int8"], "there is bf16 and fp16"),
+        (["whatif", "{trace}", "--compress", "fp16"], "no float32 gradients are known"),
         (["whatif", "{trace}", "--scale", "(=2"], "not a regular expression"),
         (["whatif", "{trace}", "--scale", "conv=2"], "no op's name matches 'conv'"),
         (["whatif", "{trace}", "--scale", "aten"], "is not REGEX=FACTOR"),
@@ -383,7 +371,7 @@ def test_as_a_process(tmp_path: Path, trace: Path) -> None:
 def test_a_pattern_that_takes_for_ever_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = "a" * 40 + "!"  # (a+)+$ tries 2**40 ways to read it
     path = syn.write(tmp_path / "rank0.json", [syn.mark("ProfilerStep#0", 0, 100), syn.op(name, 1, 99)])
-    monkeypatch.setattr(cli, "PATTERN_SECONDS", 0.2)
+    monkeypatch.setattr(question, "PATTERN_SECONDS", 0.2)
     done = main("whatif", str(path), "--scale", "(a+)+$=2")
     assert done[0] == 2 and one_line(done[2]) == f"{path}: pattern '(a+)+$' takes too long to match\n"
 
