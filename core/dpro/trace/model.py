@@ -139,6 +139,11 @@ class Meta:
         values = {key: told.get(key) for key in known} if isinstance(told, dict) else {}
         return {key: n for key, n in values.items() if type(n) is int and 0 <= n < _MOST_SETTING}
 
+    def gradient_dtypes(self) -> list[str]:
+        """16 bit formats that the job could reduce gradients in, best first; none where no adapter said."""
+        told = self.extra.get(GRADIENT_DTYPES)
+        return [dtype for dtype in told if isinstance(dtype, str)] if isinstance(told, list) else []
+
 
 @dataclass
 class RankTrace:
