@@ -270,6 +270,9 @@ def whatif(
         str | None, typer.Option(metavar="bf16[+gradients][=F]", help="Arithmetic in 16 bit (or fp16).")
     ] = None,
     compress: Annotated[str | None, typer.Option(metavar="bf16", help="Gradients reduced in 16 bit (or fp16).")] = None,
+    sweep: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Many questions: a list, or a product of lists.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Predict a step with another network, faster ops, more workers or 16 bit."""
@@ -279,8 +282,12 @@ def whatif(
 
     question = {"bandwidth": bandwidth, "scale": scale, "workers": workers, "precision": precision}
     question["compress"] = compress
-    if not any(value not in (None, []) for value in question.values()):
-        raise typer.BadParameter(f"ask something: {', '.join('--' + key for key in question)}")
+    asked = any(value not in (None, []) for value in question.values())
+    if asked == (sweep is not None):
+        raise typer.BadParameter(f"ask something: {', '.join('--' + key for key in question)}, or else --sweep alone")
+    if sweep is not None:
+        _sweep(path, sweep, json)
+        return
     graph = _assemble(path, _load(path))
     baseline_ms = run(graph).makespan_ns / 1e6
     try:
@@ -412,6 +419,34 @@ def doctor(json: Json = False) -> None:
 
 
 # -- between words and floors ------------------------------------------------------------------
+
+
+def _sweep(path: Path, file: Path, json: bool) -> None:
+    """The questions of ``file`` about ``path``: a table, or one document."""
+    from dpro.replay.engine import replay as run
+    from dpro.search.sweep import read, sweep, words
+
+    questions = read(file)
+    graph = _assemble(path, _load(path))  # what is wrong with it is said here, once
+    baseline_ms = run(graph).makespan_ns / 1e6
+    found = sweep(path, questions)
+    warnings = [*graph.warnings, *found.warnings]
+    if json:
+        answers = [asdict(answer) for answer in found.answers]
+        print_json({"baseline_ms": baseline_ms, "answers": answers, "on": found.on, "warnings": warnings})
+        return
+    from dpro.report import table
+
+    rows = [("now", f"{baseline_ms:.2f} ms", "replayed")]
+    for answer in found.answers:
+        then_ms, about = answer.predicted_ms, answer.error
+        if then_ms:
+            about = f"{baseline_ms / then_ms:.3f}× the speed"
+        rows.append((words(answer.question), "" if then_ms is None else f"{then_ms:.2f} ms", about))
+    console().print(table.numbers_table(rows, title=f"What if  ·  {path.name}  ·  {len(questions)} questions"))
+    for line in dict.fromkeys(line for answer in found.answers for line in answer.assumptions):
+        console().print(f"assumed: {table.plain(line)}", style="dim", soft_wrap=True)
+    print_warnings(warnings)
 
 
 def _load(path: Path) -> list[RankTrace]:
