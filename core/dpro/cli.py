@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from dpro.cli_output import console, fail, failed_output, print_json, print_warnings, say
+from dpro.cli_output import console, fail, failed_output, print_json, print_sweep, print_warnings, say
 from dpro.errors import DproError, TraceError
 
 if TYPE_CHECKING:
@@ -204,24 +204,26 @@ def optimize(
     from dpro.planning import inform
     from dpro.report import files
     from dpro.search.critical_path import optimize as search
+    from dpro.search.others import try_out
 
     if strategy not in STRATEGIES:
         raise typer.BadParameter(f"{strategy!r}: there is {', '.join(STRATEGIES)}", param_hint="--strategy")
     if output is not None:
         files.claim(output, path)
-    knobs: set[Knob] = set()
-    for name in filter(None, (part.strip() for part in passes.split(","))):
-        knobs |= registry.find(name).knobs
+    named = {name: registry.find(name) for name in filter(None, (part.strip() for part in passes.split(",")))}
+    others = [edit for name, edit in named.items() if not (registry.built_in(name) and edit.knobs)]
+    knobs = {knob for edit in named.values() if edit not in others for knob in edit.knobs}
     traces = _load(path)
     graph = _assemble(path, traces)
     # what a plan for the library that was seen can hold
     horovods = {Knob.GROUPS, Knob.CYCLE_TIME, Knob.COMPILE_REGIONS}
-    knobs = knobs & horovods if graph.info.get("negotiated") else knobs - horovods
-    knobs.discard(Knob.PARTITIONS)  # BytePS has one bound for all gradients
+    able = horovods if graph.info.get("negotiated") else set(Knob) - horovods
+    able.discard(Knob.PARTITIONS)  # BytePS has one bound for all gradients
     inform(graph, traces)
-    found = search(graph, knobs=knobs, fingerprint=_fingerprint(traces))
-    best = next(iter([*found.candidates, *found.at_start]), None)
-    warnings = list(graph.warnings)
+    found = search(graph, knobs=knobs & able, fingerprint=_fingerprint(traces))
+    tried = try_out(graph, others, found, knobs=able, fingerprint=_fingerprint(traces))
+    best = next(iter([*tried.candidates, *found.at_start]), None)
+    warnings = [*graph.warnings, *tried.warnings]
     if best is None:
         warnings.append(f"no plan is faster than the settings captured ({found.stopped})")
     elif output is not None:
@@ -230,7 +232,7 @@ def optimize(
     if json:
         plans, at_start = (
             [{"name": c.name, "predicted_ms": c.predicted_ms, "plan": asdict(c.plan)} for c in some]
-            for some in (found.candidates, found.at_start)
+            for some in (tried.candidates, found.at_start)
         )
         print_json(
             {
@@ -241,6 +243,7 @@ def optimize(
                 "plan": asdict(best.plan) if best else None,
                 "candidates": plans,
                 "at_start": at_start,
+                "whatifs": [{"name": name, "predicted_ms": ms} for name, ms in tried.whatifs],
                 "stopped": found.stopped,
                 "warnings": warnings,
             }
@@ -249,8 +252,10 @@ def optimize(
     from dpro.report import table
 
     rows = [table.ArmRow("as captured", found.baseline_ms, ratio=1.0)]
-    named = [(c, c.name) for c in found.candidates] + [(c, f"{c.name}, if started so") for c in found.at_start]
-    rows += [table.ArmRow(name, c.predicted_ms, ratio=found.baseline_ms / c.predicted_ms) for c, name in named]
+    shown = [(c.name, c.predicted_ms) for c in tried.candidates]
+    shown += [(f"{c.name}, if started so", c.predicted_ms) for c in found.at_start]
+    shown += [(f"{name}, a what-if", ms) for name, ms in tried.whatifs]
+    rows += [table.ArmRow(name, ms, ratio=found.baseline_ms / ms if ms else None) for name, ms in shown]
     notes = [f"{found.evaluations} replays in {found.seconds:.1f} s; {found.stopped}"]
     if best is not None:
         notes.append(f"plan: {output}" if output else "-o plan.json writes the first of these plans")
@@ -279,17 +284,20 @@ def whatif(
     from dpro.replay.engine import replay as run
     from dpro.replay.whatif import WhatIfError
     from dpro.search.question import ask
+    from dpro.search.sweep import read
+    from dpro.search.sweep import sweep as ask_all
 
     question = {"bandwidth": bandwidth, "scale": scale, "workers": workers, "precision": precision}
     question["compress"] = compress
     asked = any(value not in (None, []) for value in question.values())
     if asked == (sweep is not None):
         raise typer.BadParameter(f"ask something: {', '.join('--' + key for key in question)}, or else --sweep alone")
-    if sweep is not None:
-        _sweep(path, sweep, json)
-        return
+    questions = read(sweep) if sweep is not None else []
     graph = _assemble(path, _load(path))
     baseline_ms = run(graph).makespan_ns / 1e6
+    if sweep is not None:
+        print_sweep(path.name, baseline_ms, ask_all(path, questions), graph.warnings, json)
+        return
     try:
         assumptions = ask(graph, question)
     except WhatIfError as error:
@@ -419,34 +427,6 @@ def doctor(json: Json = False) -> None:
 
 
 # -- between words and floors ------------------------------------------------------------------
-
-
-def _sweep(path: Path, file: Path, json: bool) -> None:
-    """The questions of ``file`` about ``path``: a table, or one document."""
-    from dpro.replay.engine import replay as run
-    from dpro.search.sweep import read, sweep, words
-
-    questions = read(file)
-    graph = _assemble(path, _load(path))  # what is wrong with it is said here, once
-    baseline_ms = run(graph).makespan_ns / 1e6
-    found = sweep(path, questions)
-    warnings = [*graph.warnings, *found.warnings]
-    if json:
-        answers = [asdict(answer) for answer in found.answers]
-        print_json({"baseline_ms": baseline_ms, "answers": answers, "on": found.on, "warnings": warnings})
-        return
-    from dpro.report import table
-
-    rows = [("now", f"{baseline_ms:.2f} ms", "replayed")]
-    for answer in found.answers:
-        then_ms, about = answer.predicted_ms, answer.error
-        if then_ms:
-            about = f"{baseline_ms / then_ms:.3f}× the speed"
-        rows.append((words(answer.question), "" if then_ms is None else f"{then_ms:.2f} ms", about))
-    console().print(table.numbers_table(rows, title=f"What if  ·  {path.name}  ·  {len(questions)} questions"))
-    for line in dict.fromkeys(line for answer in found.answers for line in answer.assumptions):
-        console().print(f"assumed: {table.plain(line)}", style="dim", soft_wrap=True)
-    print_warnings(warnings)
 
 
 def _load(path: Path) -> list[RankTrace]:

@@ -41,6 +41,7 @@ def test_third_party() -> None:
     built_in += ["tensor_fusion", "tensor_partition"]
     assert registry.names() == sorted([*built_in, "missing", "no_pass", "widen"])
     assert isinstance(registry.find("widen"), Widen)
+    assert registry.built_in("tensor_fusion") and not registry.built_in("widen")
     assert type(registry.find("tensor_fusion")) is TensorFusion  # not to be replaced from outside
 
 

@@ -55,6 +55,11 @@ def names() -> list[str]:
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
+def built_in(name: str) -> bool:
+    """Whether it is dpro's own."""
+    return name in _BUILT_IN
+
+
 def find(name: str) -> Pass:
     """Make the pass registered under ``name``; a built-in one wins over a third party's.
 
