@@ -10,6 +10,7 @@ from dpro.passes.compression import ASSUMED_CAST_NS_PER_BYTE, Compression, cast_
 from dpro.passes.registry import Pass, find
 from dpro.passes.tensor_fusion import TensorFusion
 from dpro.replay.engine import replay
+from dpro.trace.model import Meta
 from tests.passes.test_batched_copy import one_rank
 from tests.search.graphs import ddp_graph
 
@@ -89,6 +90,8 @@ def test_the_job_says_what_it_can_reduce() -> None:
     graph = two_gradients()
     graph.info["gradient_dtypes"] = ["float16", "complex64"]
     assert [*Compression().candidates(graph)] == ["float16"]
+    assert Meta(extra={"gradient_dtypes": ["float16", 7]}).gradient_dtypes() == ["float16"]
+    assert Meta(extra={"gradient_dtypes": "float16"}).gradient_dtypes() == Meta().gradient_dtypes() == []
     assert find("compression").name == "compression"
 
 

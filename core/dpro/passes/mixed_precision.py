@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpro.adapter import Knob
-from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
+from dpro.graph.graph import Graph, OpKind
 from dpro.passes.compression import DTYPES, WIDE, halve
 
 COMPUTE_FACTOR, MEMORY_FACTOR = 1 / 3, 1 / 2
@@ -128,8 +128,7 @@ def _ops(graph: Graph) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         "/stream/" in name if name.split("/")[0] in devices else "/cpu/" in name for name in graph.resource_names
     ]
     resource = graph.column("resource")
-    where = np.array([*computes, False], dtype=bool)[resource]  # NO_RESOURCE is the last one
-    assert NO_RESOURCE == -1
+    where = np.array([*computes, False], dtype=bool)[resource]  # an op on no resource has the last one's number, -1
     kinds = np.isin(graph.column("kind"), (OpKind.FORWARD, OpKind.BACKWARD))
     kind_of = np.array([_kind(name) for name in graph.name_table], dtype=np.int8)[graph.column("name")]
     able = where & kinds & graph.column("alive")

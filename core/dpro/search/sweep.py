@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -85,15 +87,15 @@ def sweep(path: Path, questions: Sequence[Question], workers: int | None = None,
         ray: on Ray or not (None: where it is installed; if it does not start, on processes).
     """
     count = workers or max(1, min(os.cpu_count() or 1, len(questions)))
-    warnings = []
+    notes = []
     if find_spec("ray") is not None if ray is None else ray:
         try:
             return Sweep(_on_ray(str(path.resolve()), questions, count), "ray")
         except _NoRay as error:
             if ray:
                 raise
-            warnings.append(f"Ray did not start, so it went on processes: {error}")
-    return Sweep(_on_processes(str(path.resolve()), questions, count), "processes", warnings)
+            notes.append(f"Ray did not start, so it went on processes: {error}")
+    return Sweep(_on_processes(str(path.resolve()), questions, count), "processes", notes)
 
 
 def words(question: Question) -> str:
@@ -136,6 +138,12 @@ def _few_enough(file: Path, count: int) -> None:
 
 
 # -- in a worker -----------------------------------------------------------------------------------
+
+
+def _quiet() -> None:
+    """What a person must know is in the answers; an interrupt is for who asked."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore")
 
 
 @lru_cache(maxsize=1)
@@ -187,7 +195,7 @@ def _ask_pool(
 ) -> None:
     """Fill ``answers`` as far as the pool lives."""
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    pool = ProcessPoolExecutor(min(workers, len(numbers)), mp_context=spawn)
+    pool = ProcessPoolExecutor(min(workers, len(numbers)), mp_context=spawn, initializer=_quiet)
     try:
         asked: dict[int, Future[Answer]] = {}
         try:
