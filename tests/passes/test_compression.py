@@ -11,8 +11,9 @@ from dpro.passes.registry import Pass, find
 from dpro.passes.tensor_fusion import TensorFusion
 from dpro.replay.engine import replay
 from dpro.trace.model import Meta
+from tests.graph.ps_jobs import layout, model, ps_graph
 from tests.passes.test_batched_copy import one_rank
-from tests.search.graphs import ddp_graph
+from tests.search.graphs import SYNC, ddp_graph
 
 MB = 1_000_000
 
@@ -57,6 +58,9 @@ def test_what_is_16_bit_already_stays() -> None:
     assert not [*Compression().candidates(narrow)]
     assert not Compression().legal(two_gradients(), "float32")
     assert not Compression().legal(Graph(), "float16")
+    where = layout()
+    served = ps_graph([4_000], 4_000, where, model(where, SYNC))
+    assert served.buckets and not Compression().legal(served, "float16")
 
 
 def test_without_a_fitted_latency_all_of_the_time_is_for_bytes() -> None:

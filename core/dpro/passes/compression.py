@@ -17,6 +17,7 @@ from dataclasses import replace
 from dpro.adapter import Knob
 from dpro.cost.sync import fit
 from dpro.graph.graph import Bucket, Graph, OpKind
+from dpro.graph.ps_ops import INFO
 from dpro.passes.batched_copy import copies_in
 from dpro.trace.model import GRADIENT_DTYPES
 
@@ -40,7 +41,7 @@ class Compression:
 
     def legal(self, graph: Graph, candidate: str) -> bool:
         """Whether there are buckets, and float32 in them."""
-        return candidate in DTYPES and any(graph.tensors[t].dtype == WIDE for b in graph.buckets for t in b.tensors)
+        return candidate in DTYPES and reduces_wide(graph)
 
     def apply(self, graph: Graph, candidate: str) -> int:
         """Cast, and send half; returns the mark that undoes it. Buckets made later are of the smaller gradients."""
@@ -77,6 +78,11 @@ class Compression:
     def settings(self, candidate: str) -> dict[str, str]:
         """Fields of a plan."""
         return {"gradient_dtype": candidate}
+
+
+def reduces_wide(graph: Graph) -> bool:
+    """Whether float32 gradients are reduced in buckets; what servers add up (BytePS) has no model here."""
+    return INFO not in graph.info and any(graph.tensors[t].dtype == WIDE for b in graph.buckets for t in b.tensors)
 
 
 def halve(graph: Graph) -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dpro.adapter import Knob
 from dpro.graph.graph import Graph, OpKind
-from dpro.passes.compression import DTYPES, WIDE, halve
+from dpro.passes.compression import DTYPES, halve, reduces_wide
 
 COMPUTE_FACTOR, MEMORY_FACTOR = 1 / 3, 1 / 2
 #: Beyond these a factor is a slip of the keyboard.
@@ -65,8 +65,8 @@ class MixedPrecision:
 
     def legal(self, graph: Graph, candidate: Precision) -> bool:
         """Whether there is something to compute in 16 bit and, where gradients are to be, float32 ones in buckets."""
-        wide = any(graph.tensors[t].dtype == WIDE for bucket in graph.buckets for t in bucket.tensors)
-        return candidate.dtype in DTYPES and len(_ops(graph)[0]) > 0 and (wide or not candidate.gradients)
+        able = candidate.dtype in DTYPES and len(_ops(graph)[0]) > 0
+        return able and (reduces_wide(graph) or not candidate.gradients)
 
     def apply(self, graph: Graph, candidate: Precision) -> int:
         """Scale durations; returns the mark that undoes it."""
