@@ -25,6 +25,7 @@ from dpro.outcome import Outcome
 from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
+from dpro.trace.model import GRADIENT_DTYPES, RankTrace
 from dpro.tuner import Tuner
 from dpro_integrations.base import step_aside
 from dpro_integrations.host_load import StepCpu
@@ -36,6 +37,8 @@ from dpro_integrations.torch_rewrap import (
     HAS_CAP_LIST,
     arguments,
     built_over_these,
+    compress,
+    gradient_dtypes,
     plan_arguments,
     reducer_parameters,
     rewrap,
@@ -83,7 +86,8 @@ class TorchDDPAdapter(TorchAdapter):
         self._original: dict[str, Any] | None = None
         # the tuner may be made inside optimizer.step(), around which the job has frozen something
         self._built = [id(p) for _, p in reducer_parameters(ddp)] if built_over_these(ddp) else None
-        self._hooked = bool(ddp._comm_hooks)
+        self._hooks = len(ddp._comm_hooks)
+        self._compressed = False
         self._order: OrderWatch | None = None
         self._early_forward: bool | None = None
         self._seen_at = time.monotonic()
@@ -98,18 +102,20 @@ class TorchDDPAdapter(TorchAdapter):
             knobs.add(Knob.BUCKET_LIST)
         if hasattr(self._ddp, "batched_grad_copy"):
             knobs.add(Knob.BATCHED_COPY)
+        if gradient_dtypes(self._ddp):
+            knobs.add(Knob.COMPRESSION)
         return knobs
 
     def why_not(self) -> str:
         if self._early_forward:
             return "the next forward runs before the optimizer's step"
-        return why_fixed(self._ddp)
+        return why_fixed(self._ddp, own_hook=self._compressed)
 
     def obstacle(self) -> str:
         self._look()
         if self._ddp._join_config.enable:
             return "the job runs under Join (uneven inputs)"
-        if self._ddp._comm_hooks and not self._hooked:
+        if len(self._ddp._comm_hooks) > self._hooks + self._compressed:
             return "a communication hook was registered"
         if [id(p) for _, p in reducer_parameters(self._ddp)] != self._built:
             return "parameters were frozen, unfrozen or replaced since DDP was made"
@@ -142,15 +148,23 @@ class TorchDDPAdapter(TorchAdapter):
     def start_capture(self) -> None:
         self._capture = Capture(self._ddp, self._longest_s, self._cpu)
 
+    def stop_capture(self) -> RankTrace:
+        trace = super().stop_capture()
+        trace.meta.extra[GRADIENT_DTYPES] = gradient_dtypes(self._ddp)
+        return trace
+
     def prepare(self, plan: Plan) -> None:
         self._check_fit(plan)
         if reason := self.why_not():
             raise PlanError(f"buckets can't be changed here: {reason}")
-        foreign = sorted(set(plan.settings()) - {"bucket_caps", "tensor_groups", "ddp_options"})
+        foreign = sorted(set(plan.settings()) - {"bucket_caps", "tensor_groups", "ddp_options", "gradient_dtype"})
         if foreign:
             raise PlanError(f"DDP has no setting for {foreign[0]!r}")
         if plan.bucket_caps and len(plan.bucket_caps) > 1 and not HAS_CAP_LIST:
             raise PlanError("this torch has no bucket_cap_mb_list")
+        if plan.gradient_dtype and plan.gradient_dtype not in gradient_dtypes(self._ddp):
+            backend = dist.get_backend(self._ddp.process_group)
+            raise PlanError(f"DDP can't reduce this model's gradients in {plan.gradient_dtype} over {backend}")
         for option in plan.ddp_options or {}:
             if option not in _OPTIONS or not hasattr(self._ddp, option):
                 raise PlanError(f"this DDP has no option {option!r}")
@@ -164,13 +178,20 @@ class TorchDDPAdapter(TorchAdapter):
         if plan.bucket_caps:
             given.pop("bucket_cap_mb_list", None)
             given.pop("bucket_cap_mb", None)
-        rewrap(self._ddp, given | plan_arguments(plan))
+        self._rewrap(given | plan_arguments(plan))
+        if plan.gradient_dtype:
+            compress(self._ddp, plan.gradient_dtype)
+            self._compressed = True
 
     def revert(self) -> None:
         # also where apply failed: a new reducer's first step has a collective that an old one's lacks
         if self._original is not None:
-            rewrap(self._ddp, self._original)
+            self._rewrap(self._original)
             self._original = None
+
+    def _rewrap(self, given: dict[str, Any]) -> None:
+        rewrap(self._ddp, given)
+        self._compressed = False  # a hook of ours went with the reducer
 
     def close(self) -> None:
         if self._order is not None:

@@ -14,6 +14,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from dpro.plan import Plan
@@ -38,9 +39,17 @@ _KEPT = tuple(
 )  # hooks, the training flag, …
 
 
-def why_fixed(ddp: DistributedDataParallel) -> str:
-    """Why this wrapper can't be re-wrapped with the same results; '' if it can."""
-    if ddp._comm_hooks or "comm_hook" in ddp._get_ddp_logging_data():
+#: torch's own, by :attr:`dpro.plan.Plan.gradient_dtype`.
+_COMPRESS = {"bfloat16": default_hooks.bf16_compress_hook, "float16": default_hooks.fp16_compress_hook}
+
+
+def why_fixed(ddp: DistributedDataParallel, own_hook: bool = False) -> str:
+    """Why this wrapper can't be re-wrapped with the same results; '' if it can.
+
+    Args:
+        own_hook: the communication hook that it has is :func:`compress`'s, which may go.
+    """
+    if not own_hook and (ddp._comm_hooks or "comm_hook" in ddp._get_ddp_logging_data()):
         return "a communication hook is registered"
     if getattr(ddp, "_delay_all_reduce_params", None):
         return "delay_all_reduce_named_params is used"
@@ -121,6 +130,23 @@ def rewrap(ddp: DistributedDataParallel, given: dict[str, Any]) -> None:
     for key, value in before.items():
         ddp.__dict__.setdefault(key, value)
     gc.collect()  # the old buckets
+
+
+def gradient_dtypes(ddp: DistributedDataParallel) -> list[str]:
+    """What :func:`compress` may be called with, best first: nothing where a gradient is not float32.
+
+    gloo adds bfloat16 up as well, but DDP refuses torch's hook for it anywhere but over NCCL.
+    """
+    if any(p.dtype != torch.float32 for _, p in reducer_parameters(ddp)):
+        return []
+    backend = torch.distributed.get_backend(ddp.process_group)
+    return {"nccl": ["bfloat16", "float16"], "gloo": ["float16"]}.get(backend, [])
+
+
+def compress(ddp: DistributedDataParallel, dtype: str) -> None:
+    """Have gradients cast to ``dtype`` for the wire, until :func:`rewrap` makes a reducer without a hook."""
+    # no process group as the hook's state, so that the wrapper can be pickled: it spans all ranks (make_tuner)
+    ddp.register_comm_hook(None, _COMPRESS[dtype])
 
 
 def reducer_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:

@@ -10,7 +10,10 @@ import pytest
 HERE = Path(__file__).parent
 #: Jobs of several real processes with real sockets, whose order on shared cores is the machine's to choose. Nothing
 #: else is run twice, and what was shows in pytest's closing line: a second look, not a way to hide the first.
-REAL = ("frameworks", "testbed", "graph/test_real_gloo.py", "graph/test_real_wire.py", "clock/test_real_hosts.py")
+REAL = (
+    "frameworks", "testbed", "graph/test_real_gloo.py", "graph/test_real_wire.py", "clock/test_real_hosts.py",
+    "passes/test_own_pass.py",
+)  # fmt: skip
 #: What takes longest begins first: two processes then end at about the same time. BytePS' jobs, which wait for most of
 #: their time, and Keras' begin together. Folders whose tests share processes (``conftest.py``) are one piece.
 LONGEST = (

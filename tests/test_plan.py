@@ -33,6 +33,7 @@ plans = st.builds(
     cycle_time=st.none() | st.floats(0.001, 1000),
     bucket_caps=st.none() | st.lists(positive, min_size=1, max_size=4),
     accumulate=st.none() | st.integers(1, 64),
+    gradient_dtype=st.none() | st.sampled_from(["bfloat16", "float16"]),
     predicted_ms=st.none() | positive,
 )
 
@@ -104,6 +105,8 @@ def test_unknown_key_is_refused() -> None:
         '{"cycle_time": 0}',
         '{"cycle_time": 1001}',
         '{"accumulate": 0}',
+        '{"gradient_dtype": "float32"}',
+        '{"gradient_dtype": ["float16"]}',
         '{"ddp_options": {"static_graph": 1}}',
         '{"fingerprint": {"world_size": 2}}',
         '{"order": "abc"}',

@@ -17,6 +17,7 @@ class Knob(Enum):
     BUCKET_CAP = "bucket_cap"  # DDP: one cap for all buckets
     BUCKET_VIEW = "bucket_view"  # DDP: gradients as views of their bucket
     BATCHED_COPY = "batched_copy"  # DDP: gradients copied into their bucket together
+    COMPRESSION = "compression"  # DDP: gradients cross the wire in 16 bit; lossy
     GROUPS = "groups"  # Horovod: explicit tensor groups
     PARTITIONS = "partitions"  # BytePS: into what parts each gradient is cut
     PARTITION_BOUND = "partition_bound"  # BytePS: one bound for all gradients

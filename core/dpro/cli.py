@@ -204,24 +204,26 @@ def optimize(
     from dpro.planning import inform
     from dpro.report import files
     from dpro.search.critical_path import optimize as search
+    from dpro.search.others import try_out
 
     if strategy not in STRATEGIES:
         raise typer.BadParameter(f"{strategy!r}: there is {', '.join(STRATEGIES)}", param_hint="--strategy")
     if output is not None:
         files.claim(output, path)
-    knobs: set[Knob] = set()
-    for name in filter(None, (part.strip() for part in passes.split(","))):
-        knobs |= registry.find(name).knobs
+    named = {name: registry.find(name) for name in filter(None, (part.strip() for part in passes.split(",")))}
+    others = [edit for name, edit in named.items() if not (registry.built_in(name) and edit.knobs)]
+    knobs = {knob for edit in named.values() if edit not in others for knob in edit.knobs}
     traces = _load(path)
     graph = _assemble(path, traces)
     # what a plan for the library that was seen can hold
     horovods = {Knob.GROUPS, Knob.CYCLE_TIME, Knob.COMPILE_REGIONS}
-    knobs = knobs & horovods if graph.info.get("negotiated") else knobs - horovods
-    knobs.discard(Knob.PARTITIONS)  # BytePS has one bound for all gradients
+    able = horovods if graph.info.get("negotiated") else set(Knob) - horovods
+    able.discard(Knob.PARTITIONS)  # BytePS has one bound for all gradients
     inform(graph, traces)
-    found = search(graph, knobs=knobs, fingerprint=_fingerprint(traces))
-    best = next(iter([*found.candidates, *found.at_start]), None)
-    warnings = list(graph.warnings)
+    found = search(graph, knobs=knobs & able, fingerprint=_fingerprint(traces))
+    tried = try_out(graph, others, found, knobs=able, fingerprint=_fingerprint(traces))
+    best = next(iter([*tried.candidates, *found.at_start]), None)
+    warnings = [*graph.warnings, *tried.warnings]
     if best is None:
         warnings.append(f"no plan is faster than the settings captured ({found.stopped})")
     elif output is not None:
@@ -230,7 +232,7 @@ def optimize(
     if json:
         plans, at_start = (
             [{"name": c.name, "predicted_ms": c.predicted_ms, "plan": asdict(c.plan)} for c in some]
-            for some in (found.candidates, found.at_start)
+            for some in (tried.candidates, found.at_start)
         )
         print_json(
             {
@@ -241,6 +243,7 @@ def optimize(
                 "plan": asdict(best.plan) if best else None,
                 "candidates": plans,
                 "at_start": at_start,
+                "whatifs": [{"name": name, "predicted_ms": ms} for name, ms in tried.whatifs],
                 "stopped": found.stopped,
                 "warnings": warnings,
             }
@@ -249,8 +252,10 @@ def optimize(
     from dpro.report import table
 
     rows = [table.ArmRow("as captured", found.baseline_ms, ratio=1.0)]
-    named = [(c, c.name) for c in found.candidates] + [(c, f"{c.name}, if started so") for c in found.at_start]
-    rows += [table.ArmRow(name, c.predicted_ms, ratio=found.baseline_ms / c.predicted_ms) for c, name in named]
+    shown = [(c.name, c.predicted_ms) for c in tried.candidates]
+    shown += [(f"{c.name}, if started so", c.predicted_ms) for c in found.at_start]
+    shown += [(f"{name}, a what-if", ms) for name, ms in tried.whatifs]
+    rows += [table.ArmRow(name, ms, ratio=found.baseline_ms / ms if ms else None) for name, ms in shown]
     notes = [f"{found.evaluations} replays in {found.seconds:.1f} s; {found.stopped}"]
     if best is not None:
         notes.append(f"plan: {output}" if output else "-o plan.json writes the first of these plans")
@@ -278,13 +283,33 @@ def whatif(
     servers: Annotated[
         int | None, typer.Option(help="Of ps: servers on hosts of their own; else one on each worker's host.")
     ] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="bf16[+gradients][=F]", help="Arithmetic in 16 bit (or fp16).")
+    ] = None,
+    compress: Annotated[str | None, typer.Option(metavar="bf16", help="Gradients reduced in 16 bit (or fp16).")] = None,
+    sweep: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Many questions: a list, or a product of lists.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Predict a step with another network, faster ops or more workers."""
-    from dpro.cli_whatif import Question, answer
+    """Predict a step with another network, faster ops, more workers or 16 bit."""
+    from dpro.cli_whatif import Question, answer, answer_all
 
-    asked = Question(bandwidth, scale or [], workers, topology, gpus_per_host, inner_bandwidth, servers)
-    answer(path, lambda: _assemble(path, _load(path)), asked, json)
+    asked = Question(
+        bandwidth, scale or [], workers, topology, gpus_per_host, inner_bandwidth, servers, precision, compress
+    )
+    if (sweep is None) == asked.empty:
+        raise typer.BadParameter(
+            "ask something: --bandwidth, --scale, --workers, --precision or --compress, or else --sweep alone"
+        )
+
+    def load() -> Graph:
+        return _assemble(path, _load(path))
+
+    if sweep is not None:
+        answer_all(path, load, sweep, json)
+    else:
+        answer(path, load, asked, json)
 
 
 @command

@@ -10,12 +10,15 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from dpro.search.sweep import Sweep
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -74,3 +77,26 @@ def say(text: str) -> None:
 def fail(text: str, code: int) -> NoReturn:
     say(text)
     raise typer.Exit(code)
+
+
+def print_sweep(name: str, baseline_ms: float, found: Sweep, warnings: Sequence[str], json: bool) -> None:
+    """The answers to many what-ifs about the capture called ``name``: a table, or one document."""
+    from dpro.report import table
+    from dpro.search.sweep import words
+
+    warnings = [*warnings, *found.warnings]
+    if json:
+        answers = [asdict(answer) for answer in found.answers]
+        print_json({"baseline_ms": baseline_ms, "answers": answers, "on": found.on, "warnings": warnings})
+        return
+    rows = [("now", f"{baseline_ms:.2f} ms", "replayed")]
+    for answer in found.answers:
+        then_ms, about = answer.predicted_ms, answer.error
+        if then_ms:
+            about = f"{baseline_ms / then_ms:.3f}× the speed"
+        rows.append((words(answer.question), "" if then_ms is None else f"{then_ms:.2f} ms", about))
+    out = console()
+    out.print(table.numbers_table(rows, title=f"What if  ·  {name}  ·  {len(found.answers)} questions"))
+    for line in dict.fromkeys(line for answer in found.answers for line in answer.assumptions):
+        out.print(f"assumed: {table.plain(line)}", style="dim", soft_wrap=True)
+    print_warnings(warnings)

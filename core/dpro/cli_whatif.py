@@ -13,17 +13,16 @@ from typing import Any
 
 import typer
 
-from dpro.cli_output import console, print_json, print_warnings
+from dpro.cli_output import console, print_json, print_sweep, print_warnings
 from dpro.errors import TraceError
 from dpro.graph.graph import Graph
 from dpro.graph.topology import TOPOLOGIES, Link, Network, TopologyError
-from dpro.replay import whatif as ask
+from dpro.replay import whatif
 from dpro.replay.engine import replay
 from dpro.replay.scale import Point, compute_only_ns, curve
 from dpro.replay.symmetry import SymmetryError
-
-#: A regular expression may take time exponential in a name's length; an honest one takes milliseconds.
-PATTERN_SECONDS = 2.0
+from dpro.search.question import ask, network_of
+from dpro.search.sweep import read, sweep
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,13 @@ class Question:
     gpus_per_host: int | None
     inner_bandwidth: str | None
     servers: int | None
+    precision: str | None
+    compress: str | None
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is asked."""
+        return not any(self.__dict__.values())
 
     def counts(self) -> list[int]:
         """Worker counts asked for.
@@ -44,8 +50,6 @@ class Question:
         Raises:
             BadParameter: options that contradict each other, or say nothing.
         """
-        if self.bandwidth is None and not self.scale and self.workers is None:
-            raise typer.BadParameter("ask something: --bandwidth, --scale or --workers")
         if self.topology is not None and self.topology not in TOPOLOGIES:
             raise typer.BadParameter(f"{self.topology!r}: there are {', '.join(TOPOLOGIES)}", param_hint="--topology")
         if self.topology is not None and self.workers is None:
@@ -86,7 +90,7 @@ def answer(path: Path, load: Callable[[], Graph], asked: Question, json: bool) -
     graph = load()
     try:
         found = _answer(graph, asked, counts)
-    except (ask.WhatIfError, TopologyError, SymmetryError) as error:
+    except (whatif.WhatIfError, TopologyError, SymmetryError) as error:
         raise TraceError(path, str(error)) from error
     baseline_ms, predicted_ms = found.baseline_ns / 1e6, found.predicted_ns / 1e6
     points = [
@@ -116,27 +120,29 @@ def answer(path: Path, load: Callable[[], Graph], asked: Question, json: bool) -
     print_warnings(graph.warnings)
 
 
-def _answer(graph: Graph, asked: Question, counts: Sequence[int]) -> _Answer:
-    from dpro.report.patience import at_most
+def answer_all(path: Path, load: Callable[[], Graph], file: Path, json: bool) -> None:
+    """:func:`answer` for every question in ``file``."""
+    questions = read(file)
+    graph = load()
+    print_sweep(path.name, replay(graph).makespan_ns / 1e6, sweep(path, questions), graph.warnings, json)
 
-    measured = _network(graph)
+
+def _answer(graph: Graph, asked: Question, counts: Sequence[int]) -> _Answer:
+    measured = network_of(graph)
     baseline_ns = replay(graph).makespan_ns
-    assumptions = []
-    for item in asked.scale:
-        pattern, factor = _pattern_and_factor(item)
-        with at_most(PATTERN_SECONDS, ask.WhatIfError(f"pattern {pattern!r} takes too long to match")):
-            assumptions.append(ask.scale_ops(graph, pattern, factor).assumption)
+    question = {"scale": asked.scale, "precision": asked.precision, "compress": asked.compress}
+    if asked.topology is None:  # else it is that of the network's links
+        question["bandwidth"] = asked.bandwidth
+    assumptions = ask(graph, question)
     if asked.topology is not None:
         networks, said = _networks(graph, asked, counts, measured)
         points = curve(graph, networks)
         assumptions.append(said)
     else:
-        if asked.bandwidth is not None:
-            assumptions.append(ask.scale_bandwidth(graph, asked.bandwidth, **measured).assumption)
         points = []
         for count in counts:
             alone_ns, mark = compute_only_ns(graph), graph.mark()
-            said = ask.set_workers(graph, count, latency_ns=measured.get("latency_ns", 0.0)).assumption
+            said = whatif.set_workers(graph, count, latency_ns=measured.get("latency_ns", 0.0)).assumption
             ns = replay(graph).makespan_ns
             points.append(Point(count, ns, alone_ns / ns if ns else 1.0))
             graph.undo(mark)
@@ -163,7 +169,7 @@ def _networks(
     figures = _figures(between, asked.bandwidth)
     if asked.topology == "two-level":
         figures += f" between hosts, {_figures(inner, asked.inner_bandwidth)} inside"
-    now = ask.workers_of(graph)
+    now = whatif.workers_of(graph)
     return networks, (
         f"{now} → {', '.join(map(str, counts))} workers: {networks[0].assumption}; a message takes {figures}; "
         "same work per worker, none slower than those measured"
@@ -177,11 +183,11 @@ def _figures(link: Link, given: str | None) -> str:
 
 def _measured_link(graph: Graph, measured: dict[str, float]) -> Link:
     """A link of the captured ring, from what its all-reduces took: 2 (n-1) steps, 2 (n-1)/n of the bytes."""
-    workers = ask.workers_of(graph)
+    workers = whatif.workers_of(graph)
     if workers < 2:
-        raise ask.WhatIfError("the trace is of 1 worker: it holds no transfer to scale to more")
+        raise whatif.WhatIfError("the trace is of 1 worker: it holds no transfer to scale to more")
     if not measured:
-        raise ask.WhatIfError("this trace has no sizes of collectives to fit a link's latency and bandwidth from")
+        raise whatif.WhatIfError("this trace has no sizes of collectives to fit a link's latency and bandwidth from")
     steps = 2 * (workers - 1)
     return Link(measured.get("latency_ns", 0.0) / steps, measured["ns_per_byte"] * workers / steps)
 
@@ -189,34 +195,5 @@ def _measured_link(graph: Graph, measured: dict[str, float]) -> Link:
 def _at_bandwidth(link: Link, text: str | None) -> Link:
     if text is None:
         return link
-    factor = ask.parse_bandwidth(text, 8 / link.ns_per_byte if link.ns_per_byte else None)
+    factor = whatif.parse_bandwidth(text, 8 / link.ns_per_byte if link.ns_per_byte else None)
     return replace(link, ns_per_byte=link.ns_per_byte / factor)
-
-
-def _network(graph: Graph) -> dict[str, float]:
-    """What one byte more costs, and the latency if the fit can tell it; empty if no size is known."""
-    from dpro.cost.links import fit_all_reduce
-    from dpro.cost.sync import fit
-
-    told = fit_all_reduce(graph)  # messages tell the two apart even where all buckets have one size
-    if told is not None and told.ns_per_byte > 0:
-        return {"ns_per_byte": told.ns_per_byte, "latency_ns": told.latency_ns}
-    known = ask.transfers(graph)
-    try:
-        model = fit(*known)
-    except ValueError:
-        return {}
-    if model.trust == "good" and model.ns_per_byte > 0:
-        return {"ns_per_byte": model.ns_per_byte, "latency_ns": model.latency_ns}
-    # Too few sizes, or too noisy, to tell latency from bandwidth: all of the time is taken for bandwidth.
-    return {"ns_per_byte": float(known[1].sum() / known[0].sum())}
-
-
-def _pattern_and_factor(text: str) -> tuple[str, float]:
-    pattern, separator, factor = text.rpartition("=")
-    try:
-        if separator and pattern:
-            return pattern, float(factor)
-    except ValueError:
-        pass
-    raise typer.BadParameter(f"{text!r} is not REGEX=FACTOR, such as 'gemm=0.5'", param_hint="--scale")

@@ -46,6 +46,8 @@ class Plan:
     bucket_caps: list[float] | None = None
     #: DDP: further constructor switches, e.g. {"gradient_as_bucket_view": True}.
     ddp_options: dict[str, bool] | None = None
+    #: What gradients are cast to on the wire; lossy, so that whoever applies it must be allowed to.
+    gradient_dtype: str | None = None
     compile_regions: list[str] | None = None
     recompute: list[str] | None = None
     accumulate: int | None = None
@@ -69,6 +71,7 @@ class Plan:
         _check("cycle_time", self.cycle_time, lambda v: _is_number(v) and 0 < v <= MAX_CYCLE_MS)
         _check("bucket_caps", self.bucket_caps, _is_caps)
         _check("ddp_options", self.ddp_options, lambda v: _is_map(v) and all(type(b) is bool for b in v.values()))
+        _check("gradient_dtype", self.gradient_dtype, lambda v: v in ("bfloat16", "float16"))
         _check("compile_regions", self.compile_regions, _is_names)
         _check("recompute", self.recompute, _is_names)
         _check("accumulate", self.accumulate, _is_count)

@@ -13,7 +13,7 @@ from dpro.adapter import Knob
 from dpro.errors import TraceError
 from dpro.plan import Plan
 from dpro.settings import Settings
-from dpro.trace.model import RankTrace
+from dpro.trace.model import GRADIENT_DTYPES, RankTrace
 from dpro.verdict import slowest_rank, timing
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def inform(graph: Graph, traces: list[RankTrace]) -> None:
             graph.info[MODEL] = fit_ps(assemble_steps(traces))
         return
     graph.info.update(traces[0].meta.library())
+    graph.info[GRADIENT_DTYPES] = traces[0].meta.gradient_dtypes()
     graph.info[REGIONS] = [region for trace in traces for region in load(trace.meta.extra.get(REGIONS))]
     contention = [trace.meta.contention for trace in traces]
     graph.info["idle_share"] = idle_share(contention)
@@ -167,6 +168,8 @@ def make_plans(
     )
     if not settings.bucket_views:
         knobs = knobs - {Knob.BUCKET_VIEW}
+    if not settings.lossy:
+        knobs = knobs - {Knob.COMPRESSION}
     if not knobs or settings.mode == "observe":
         return planned
     if not measured_ms:

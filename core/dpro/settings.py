@@ -44,6 +44,9 @@ class Settings:
     #: also try DDP's gradient_as_bucket_view: faster where copies count, but code that keeps, detaches or
     #: replaces ``.grad`` sees the difference, so it is yours to allow
     bucket_views: bool = False
+    #: also reduce gradients in 16 bit, searched or by a given plan: the training's result is another one, so that it is
+    #: yours to allow
+    lossy: bool = False
     runs_dir: str = "dpro_runs"
     #: a plan file: skips capture and search
     plan: str = ""

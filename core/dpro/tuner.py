@@ -330,7 +330,7 @@ class Tuner:
             return
         self.state = State.APPLY
         if plan is not None:
-            self._guard(lambda: self.adapter.prepare(plan))
+            self._guard(lambda: self._prepare(plan))
         ready = {"sha": self._hash(plan), "checksum": self._guard(self.adapter.checksum) or ""}
         self._sound &= self._meet("ready", json.dumps(ready).encode(), same_plan)["sound"]
         self._in_force, self._touched = plan, True  # from here on an abort must undo it
@@ -341,6 +341,11 @@ class Tuner:
         now = {"sha": "", "checksum": self._guard(self.adapter.checksum) or ""}
         if not self._meet("applied", json.dumps(now).encode(), same_plan)["sound"] and self._sound:
             raise _StepAside("parameters differ between ranks after the change")
+
+    def _prepare(self, plan: Plan) -> None:
+        if plan.gradient_dtype and not self.settings.lossy:
+            raise PlanError("the plan's gradient_dtype changes the training's result: DPRO_LOSSY=1 allows that")
+        self.adapter.prepare(plan)
 
     def _hash(self, plan: Plan | None) -> str:
         return "" if plan is None else plan.sha256

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpro import cli, cli_output, cli_whatif
+from dpro import cli, cli_output
 from dpro.passes import ddp_buckets
 from dpro.plan import Plan
+from dpro.search import question
 from dpro.trace import kineto
 from dpro.trace.store import RunFolder
 from tests.cli.kineto_files import USELESS, step_of_100_us
@@ -299,7 +300,11 @@ def test_cut_file_is_read_as_far_as_it_goes(tmp_path: Path, packed: bool) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["whatif", "{trace}"], "--bandwidth, --scale or --workers"),
+        (["whatif", "{trace}"], "ask something: --bandwidth, --scale, --workers"),
+        (["whatif", "{trace}", "--precision", "fp8"], "'fp8' is not bf16 or fp16"),
+        (["whatif", "{trace}", "--precision", "bf16"], "no matrix product"),
+        (["whatif", "{trace}", "--compress", "int8"], "there is bf16 and fp16"),
+        (["whatif", "{trace}", "--compress", "fp16"], "no float32 gradients are known"),
         (["whatif", "{trace}", "--scale", "(=2"], "not a regular expression"),
         (["whatif", "{trace}", "--scale", "conv=2"], "no op's name matches 'conv'"),
         (["whatif", "{trace}", "--scale", "aten"], "is not REGEX=FACTOR"),
@@ -366,7 +371,7 @@ def test_as_a_process(tmp_path: Path, trace: Path) -> None:
 def test_a_pattern_that_takes_for_ever_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = "a" * 40 + "!"  # (a+)+$ tries 2**40 ways to read it
     path = syn.write(tmp_path / "rank0.json", [syn.mark("ProfilerStep#0", 0, 100), syn.op(name, 1, 99)])
-    monkeypatch.setattr(cli_whatif, "PATTERN_SECONDS", 0.2)
+    monkeypatch.setattr(question, "PATTERN_SECONDS", 0.2)
     done = main("whatif", str(path), "--scale", "(a+)+$=2")
     assert done[0] == 2 and one_line(done[2]) == f"{path}: pattern '(a+)+$' takes too long to match\n"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpro.graph.graph import NO_RESOURCE, Arrays, Bucket, Graph, OpKind
+from dpro.graph.graph import NO_RESOURCE, Arrays, Bucket, Graph, OpKind, TensorInfo
 
 COLUMNS = ("kind", "resource", "duration", "gap", "priority", "tensor", "rank", "nbytes")
 
@@ -43,7 +43,7 @@ class Model:
 def edit(graph: Graph, model: Model, rng: random.Random) -> None:
     """One random edit, to both."""
     alive = sorted(model.ops)
-    what = rng.choice(["op", "op", "op", "edge", "edge", "set", "scale", "remove", "buckets"])
+    what = rng.choice(["op", "op", "op", "edge", "edge", "set", "scale", "remove", "buckets", "tensors"])
     if what == "op" or not alive:
         values = {key: rng.randrange(5) for key in COLUMNS}
         values["resource"] = rng.choice([NO_RESOURCE, graph.resource("a"), graph.resource("b")])
@@ -76,6 +76,8 @@ def edit(graph: Graph, model: Model, rng: random.Random) -> None:
         for op in gone:
             del model.ops[op], model.names[op]
         model.edges = [(a, b) for a, b in model.edges if a not in gone and b not in gone]
+    elif what == "tensors":
+        graph.set_tensors([TensorInfo("t", n) for n in range(rng.randrange(4))])
     else:
         graph.set_buckets([Bucket((n,), n) for n in range(rng.randrange(4))])
 
@@ -86,7 +88,7 @@ def state(graph: Graph) -> tuple[object, ...]:
     values = [getattr(arrays, f.name).tolist() for f in fields(Arrays) if f.name != "resources"]
     columns = {key: graph.column(key)[graph.column("alive")].tolist() for key in COLUMNS}
     names = [graph.name_of(op) for op in arrays.ids.tolist()]
-    return values, columns, names, graph.edges().tolist(), list(graph.buckets)
+    return values, columns, names, graph.edges().tolist(), list(graph.buckets), list(graph.tensors)
 
 
 @settings(max_examples=80, deadline=None)

@@ -50,6 +50,10 @@ def test_fields_are_read_with_their_type() -> None:
     )
 
 
+def test_what_is_lossy_is_off_unless_allowed() -> None:
+    assert [Settings.from_env({}).lossy, Settings.from_env({"DPRO_LOSSY": "1"}).lossy] == [False, True]
+
+
 def test_arguments_win_and_none_means_not_given() -> None:
     env = {"DPRO": "suggest", "DPRO_TRIALS": "2"}
     assert Settings.from_env(env, mode="observe", trials=1) == Settings(mode="observe", trials=1)

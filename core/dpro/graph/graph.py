@@ -292,6 +292,11 @@ class Graph:
         self._journal.append(("buckets", self.buckets))
         self.buckets = buckets
 
+    def set_tensors(self, tensors: list[TensorInfo]) -> None:
+        """The same gradients in another form (fewer bytes); their ids stay what they are."""
+        self._journal.append(("tensors", self.tensors))
+        self.tensors = tensors
+
     def mark(self) -> int:
         return len(self._journal)
 
@@ -328,6 +333,8 @@ class Graph:
             elif what == "kill":
                 self._ops["alive"][entry[1]] = True
                 self._edges["alive"][entry[2]] = True
+            elif what == "tensors":
+                self.tensors = entry[1]
             else:
                 self.buckets = entry[1]
         if self._incident is not None and self._incident.edges > self._edge_count:

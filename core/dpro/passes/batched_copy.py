@@ -32,14 +32,14 @@ class BatchedCopy:
     def legal(self, graph: Graph, candidate: Grouping) -> bool:
         """Whether every gradient has a copy to save, on every rank, and they take time there."""
         duration = graph.column("duration")
-        ranks = _copies(graph)
+        ranks = copies_in(graph)
         return bool(candidate and ranks) and all(any(duration[op] > 0 for op in c.values()) for c in ranks)
 
     def apply(self, graph: Graph, candidate: Grouping) -> int:
         """Move each bucket's copies to its last gradient; returns the mark that undoes it."""
         mark = graph.mark()
         duration = graph.column("duration")
-        for copies in _copies(graph):
+        for copies in copies_in(graph):
             nbytes = [graph.tensors[t].nbytes for t in copies]
             line = fit(nbytes, [int(duration[op]) for op in copies.values()])
             order = {t: i for i, t in enumerate(copies)}
@@ -53,7 +53,7 @@ class BatchedCopy:
     def cost(self, graph: Graph, candidate: Grouping) -> float:
         """What it adds to the host time of all ranks together, ns; negative where it saves."""
         duration = graph.column("duration")
-        ops = [op for copies in _copies(graph) for op in copies.values()]
+        ops = [op for copies in copies_in(graph) for op in copies.values()]
         before = sum(int(duration[op]) for op in ops)
         mark = self.apply(graph, candidate)
         after = sum(int(graph.column("duration")[op]) for op in ops)
@@ -61,7 +61,7 @@ class BatchedCopy:
         return float(after - before)
 
 
-def _copies(graph: Graph) -> list[dict[int, int]]:
+def copies_in(graph: Graph) -> list[dict[int, int]]:
     """Per rank, tensor -> its copy op, in ready order; [] if a gradient has none (or copies are batched already)."""
     order = ready_order(graph)
     found: dict[int, list[int]] = {}

@@ -19,7 +19,9 @@ ENTRY_POINT_GROUP = "dpro.passes"
 _BUILT_IN = {
     "batched_copy": "dpro.passes.batched_copy:BatchedCopy",
     "bucket_view": "dpro.passes.bucket_view:BucketView",
+    "compression": "dpro.passes.compression:Compression",
     "cycle_time": "dpro.passes.cycle_time:CycleTime",
+    "mixed_precision": "dpro.passes.mixed_precision:MixedPrecision",
     "op_fusion": "dpro.passes.op_fusion:OpFusion",
     "tensor_fusion": "dpro.passes.tensor_fusion:TensorFusion",
     "in_flight": "dpro.passes.in_flight:InFlight",
@@ -51,6 +53,11 @@ class Pass(Protocol):
 def names() -> list[str]:
     """Every pass that :func:`find` knows, sorted."""
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def built_in(name: str) -> bool:
+    """Whether it is dpro's own."""
+    return name in _BUILT_IN
 
 
 def find(name: str) -> Pass:

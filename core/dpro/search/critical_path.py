@@ -25,6 +25,7 @@ from dpro.graph.ps_ops import INFO
 from dpro.graph.threads import COPY_IN
 from dpro.passes.batched_copy import BatchedCopy
 from dpro.passes.bucket_view import BucketView
+from dpro.passes.compression import Compression
 from dpro.passes.contention import relieve
 from dpro.passes.ddp_buckets import MIB
 from dpro.passes.op_fusion import Fusion, OpFusion
@@ -46,7 +47,7 @@ FUSION = frozenset({Knob.BUCKET_LIST, Knob.BUCKET_CAP, Knob.GROUPS})
 #: The same of how gradients are cut.
 PARTITION = frozenset({Knob.PARTITIONS, Knob.PARTITION_BOUND, Knob.PARTITION_BYTES, Knob.IN_FLIGHT})
 #: All that can be turned where gradients are reduced.
-TURNED = FUSION | {Knob.BUCKET_VIEW, Knob.BATCHED_COPY, Knob.CYCLE_TIME, Knob.COMPILE_REGIONS}
+TURNED = FUSION | {Knob.BUCKET_VIEW, Knob.BATCHED_COPY, Knob.COMPRESSION, Knob.CYCLE_TIME, Knob.COMPILE_REGIONS}
 #: Replays granted to the dynamic programme's proposals, and to each round of hill climbing.
 JUDGED_PROPOSALS = 50
 JUDGED_NEIGHBOURS = 16
@@ -106,7 +107,8 @@ def optimize(
     Returns up to ``top`` plans that differ: the best list of caps, the best uniform cap, and further ones
     with a clearly different number of buckets within 3 % of the best. With :attr:`Knob.BUCKET_CAP` alone
     only uniform caps are considered; with :attr:`Knob.BUCKET_VIEW` and :attr:`Knob.BATCHED_COPY` the best
-    is also offered with DDP's other ways to copy gradients, where they save time. With :attr:`Knob.GROUPS`
+    is also offered with DDP's other ways to copy gradients, where they save time, with :attr:`Knob.COMPRESSION` with
+    gradients reduced in 16 bit (what lossy knobs are allowed is for the caller to know). With :attr:`Knob.GROUPS`
     plans have groups and no caps (:meth:`~dpro.search.judge.Judge.together` says what Horovod makes of them).
     A group may be any set of gradients, but in a queue served in the order in which groups are complete nothing
     is gained by holding an early gradient back for a late group while a later one goes ahead of it: runs of the
@@ -308,17 +310,20 @@ def _with_regions(
 def _with_options(
     graph: Graph, judge: Judge, found: list[Candidate], knobs: set[Knob], baseline_ns: int, fingerprint: dict[str, str]
 ) -> list[Candidate]:
-    """The best buckets (or the captured ones) once more with each DDP option that makes them faster."""
+    """The best buckets (or the captured ones) once more with each DDP option, or in 16 bit, that makes them faster."""
     groups = found[0].groups if found else captured(graph)
     base = found[0].plan if found else Plan(fingerprint=dict(fingerprint), baseline_ms=baseline_ns / 1e6)
     limit_ns = min(judge.step_ns(groups), baseline_ns)
     name = found[0].name if found else "same buckets"
     better = []
-    options: list[tuple[Knob, Pass, Any, str, str]] = [
-        (Knob.BUCKET_VIEW, BucketView(), True, "gradient_as_bucket_view", "gradients as views"),
-        (Knob.BATCHED_COPY, BatchedCopy(), groups, "batched_grad_copy", "copied in together"),
+    views, batched = ({"ddp_options": {option: True}} for option in ("gradient_as_bucket_view", "batched_grad_copy"))
+    narrow = next(iter(Compression().candidates(graph)), "")
+    options: list[tuple[Knob, Pass, Any, dict[str, Any], str]] = [
+        (Knob.BUCKET_VIEW, BucketView(), True, views, "gradients as views"),
+        (Knob.BATCHED_COPY, BatchedCopy(), groups, batched, "copied in together"),
+        (Knob.COMPRESSION, Compression(), narrow, Compression().settings(narrow), f"gradients in {narrow}"),
     ]
-    for knob, edit, candidate, option, words in options:
+    for knob, edit, candidate, fields, words in options:
         if knob not in knobs or judge.out_of_time() or not edit.legal(graph, candidate):
             continue
         mark = edit.apply(graph, candidate)
@@ -327,7 +332,7 @@ def _with_options(
         finally:
             graph.undo(mark)
         if step_ns * (1 + SAME) < limit_ns:
-            plan = replace(base, ddp_options={option: True}, predicted_ms=step_ns / 1e6)
+            plan = replace(base, **fields, predicted_ms=step_ns / 1e6)
             better.append(Candidate(f"{name}, {words}", plan, step_ns / 1e6, groups, ((edit, candidate),)))
     return sorted(better, key=lambda c: c.predicted_ms) + found
 

@@ -101,6 +101,8 @@ class Collective:
     tensors: tuple[int, ...] = ()
 
 
+#: Key of ``Meta.extra``, and of a graph's ``info``: 16 bit formats that the job could reduce gradients in, best first.
+GRADIENT_DTYPES = "gradient_dtypes"
 #: A setting of a library's beyond this, ns or bytes, is not one.
 _MOST_SETTING = 1 << 50
 
@@ -136,6 +138,11 @@ class Meta:
         known = ("cycle_ns", "fusion_bytes", "ddp_first_bucket_bytes")
         values = {key: told.get(key) for key in known} if isinstance(told, dict) else {}
         return {key: n for key, n in values.items() if type(n) is int and 0 <= n < _MOST_SETTING}
+
+    def gradient_dtypes(self) -> list[str]:
+        """16 bit formats that the job could reduce gradients in, best first; none where no adapter said."""
+        told = self.extra.get(GRADIENT_DTYPES)
+        return [dtype for dtype in told if isinstance(dtype, str)] if isinstance(told, list) else []
 
 
 @dataclass
