@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from dpro import cli_whatif
-from dpro.graph.graph import Graph, OpKind
 from tests.cli.test_cli import ask, main, one_line, run
 from tests.trace import synthetic as syn
 
@@ -115,19 +113,3 @@ def test_no_sizes_no_topology(tmp_path: Path) -> None:
         syn.write(tmp_path / f"rank{rank}.json", [syn.mark("ProfilerStep#0", 0, 120), *kernel])
     _, err = run("whatif", tmp_path, "--workers", "4", "--topology", "tree", code=2)
     assert "no sizes of collectives" in one_line(err)
-
-
-@pytest.mark.parametrize(
-    ("transfers", "expected"),
-    [
-        ([(1, 9), (2, 17), (4, 33)], {"ns_per_byte": 8.0, "latency_ns": 1e6}),  # 1 ms + 8 ms per MB
-        ([(1, 12), (7, 4)], {"ns_per_byte": 2.0}),  # noise: 16 ms for 8 MB is all there is to say
-        ([(4, 8)], {"ns_per_byte": 2.0}),
-        ([], {}),
-    ],
-)
-def test_bandwidth_is_fitted_to_the_transfers(transfers: list[tuple[int, int]], expected: dict[str, float]) -> None:
-    graph = Graph()
-    for mb, ms in transfers:
-        graph.add_op("all_reduce", OpKind.COLLECTIVE, duration=ms * 1_000_000, nbytes=mb * 1_000_000)
-    assert cli_whatif._network(graph) == pytest.approx(expected)
