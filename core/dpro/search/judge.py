@@ -23,7 +23,7 @@ from dpro.search.tensor_fusion import Cuts, Timeline
 from dpro.search.view import ALL, Speedups
 
 #: Candidates per rank and question, where several ranks replay them: few enough to look at the clock in between.
-_AT_ONCE = 4
+_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
