@@ -30,6 +30,7 @@ from dpro_integrations.base import step_aside
 from dpro_integrations.host_load import StepCpu
 from dpro_integrations.torch_adapter import TorchAdapter
 from dpro_integrations.torch_capture import Capture
+from dpro_integrations.torch_compile import CompiledRegions
 from dpro_integrations.torch_exchange import exchange_of_job
 from dpro_integrations.torch_forward import OrderWatch, before_next_forward
 from dpro_integrations.torch_rewrap import (
@@ -81,6 +82,8 @@ class TorchDDPAdapter(TorchAdapter):
         self.exchange: Exchange = exchange_of_job(tag)
         self._ddp = ddp
         self._original: dict[str, Any] | None = None
+        session = Session(Settings(), self.exchange.rank)
+        self._regions = CompiledRegions(ddp.module, lambda line: session.say(line, everywhere=True))
         # the tuner may be made inside optimizer.step(), around which the job has frozen something
         self._built = [id(p) for _, p in reducer_parameters(ddp)] if built_over_these(ddp) else None
         self._hooked = bool(ddp._comm_hooks)
@@ -146,7 +149,7 @@ class TorchDDPAdapter(TorchAdapter):
         self._check_fit(plan)
         if reason := self.why_not():
             raise PlanError(f"buckets can't be changed here: {reason}")
-        foreign = sorted(set(plan.settings()) - {"bucket_caps", "tensor_groups", "ddp_options"})
+        foreign = sorted(set(plan.settings()) - {"bucket_caps", "tensor_groups", "ddp_options", "compile_regions"})
         if foreign:
             raise PlanError(f"DDP has no setting for {foreign[0]!r}")
         if plan.bucket_caps and len(plan.bucket_caps) > 1 and not HAS_CAP_LIST:
@@ -154,6 +157,7 @@ class TorchDDPAdapter(TorchAdapter):
         for option in plan.ddp_options or {}:
             if option not in _OPTIONS or not hasattr(self._ddp, option):
                 raise PlanError(f"this DDP has no option {option!r}")
+        self._regions.check(plan.compile_regions or ())
         if self._original is None:
             self._original = arguments(self._ddp)
 
@@ -165,10 +169,12 @@ class TorchDDPAdapter(TorchAdapter):
             given.pop("bucket_cap_mb_list", None)
             given.pop("bucket_cap_mb", None)
         rewrap(self._ddp, given | plan_arguments(plan))
+        self._regions.set(plan.compile_regions or ())
 
     def revert(self) -> None:
         # also where apply failed: a new reducer's first step has a collective that an old one's lacks
         if self._original is not None:
+            self._regions.set(())
             rewrap(self._ddp, self._original)
             self._original = None
 
@@ -177,6 +183,7 @@ class TorchDDPAdapter(TorchAdapter):
             self._order.ends_early()
             self._order = None
         self.abort_capture()
+        self._regions.forget()
 
 
 def make_tuner(

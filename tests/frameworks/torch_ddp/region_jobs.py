@@ -1,0 +1,111 @@
+"""DDP jobs with submodules that torch.compile compiles (see ``jobs.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests.frameworks.patches import patch
+from tests.frameworks.torch_ddp.jobs import CAPS, WIDTH, batch, bucket_plan, decide, fit, group, tuned
+
+
+class Block(nn.Module):
+    """Statistics that a forward pass changes, random numbers that it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(self.drop(torch.tanh(self.wide(self.norm(x)))))
+
+
+class Breaks(Block):
+    """What it computes depends on numbers: no graph can hold it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out / 2 if float(out.abs().max()) > 1e6 else out
+
+
+def net(last: type[Block] = Block) -> nn.Sequential:
+    torch.manual_seed(1)
+    blocks = nn.Sequential(Block(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), last())
+    parts = {"stem": nn.Linear(WIDTH, WIDTH), "blocks": blocks, "head": nn.Linear(WIDTH, 1)}
+    model = nn.Sequential()
+    for name, part in parts.items():
+        model.add_module(name, part)
+    return model
+
+
+def regions(
+    tune: str, names: list[str], kept: bool = True, breaks: bool = False, wrong: bool = False, buckets: bool = True
+) -> dict[str, Any]:
+    """Weights as numbers, and which submodules are called compiled after the last step.
+
+    Args:
+        breaks: the last block can't be compiled.
+        wrong: the compiler gives other results than the model.
+        buckets: the plan sets DDP's as well.
+    """
+    from dpro_integrations import torch_compile
+
+    if wrong:
+        compiled = torch_compile.compiled
+
+        def doubled(module: nn.Module) -> Any:
+            fast = compiled(module)
+            return lambda *args: 2 * fast(*args)
+
+        patch(torch_compile, "compiled", doubled)
+    decide(kept)
+    with group():
+        ddp = DDP(net(Breaks if breaks else Block))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        before = config()
+        torch.manual_seed(torch.distributed.get_rank())
+        plan = bucket_plan(ddp, CAPS, compile_regions=names)
+        if not buckets:
+            plan = replace(plan, bucket_caps=None)
+        tuner = given(ddp, optimizer, plan) if tune else tuned(ddp, optimizer, "")
+        found = fit(ddp, optimizer, tuner)
+        x = ddp.module.stem(batch(0))
+        return found | {
+            "numbers": {name: t.double().flatten().tolist() for name, t in ddp.module.state_dict().items()},
+            "compiled": compiled_in(ddp.module, x),
+            "wrapped": sorted(name for name, part in ddp.named_modules() if "_compiled_call_impl" in vars(part)),
+            "config": sorted(set(config()) ^ set(before)),
+        }
+
+
+def given(ddp: DDP, optimizer: torch.optim.Optimizer, plan: Any) -> Any:
+    from dpro_integrations import torch_ddp
+
+    return torch_ddp.autotune(ddp, optimizer=optimizer, plan=plan)[1]
+
+
+def compiled_in(model: nn.Sequential, x: torch.Tensor) -> list[str]:
+    """Of the blocks, those whose result was made by compiled code, by what autograd says of it."""
+    found = []
+    for name, block in model.blocks.named_children():
+        x = block(x)
+        if type(x.grad_fn).__name__ == "CompiledFunctionBackward":
+            found.append(f"blocks.{name}")
+    return found
+
+
+def config() -> list[str]:
+    """Everything that the compilers are set to, for the whole process."""
+    import torch._dynamo
+    import torch._functorch.config
+    import torch._inductor.config
+
+    parts = torch._dynamo.config, torch._functorch.config, torch._inductor.config
+    return [f"{part.__name__}.{key}={value}" for part in parts for key, value in part.get_config_copy().items()]
