@@ -159,7 +159,8 @@ class _Compiled:
     def __init__(self, name: str, module: nn.Module, regions: CompiledRegions) -> None:
         self.name, self.module, self._regions = name, module, regions
         self._eager = module._call_impl
-        self.fast: Callable[..., Any] = compiled(module)
+        self.fast = compiled(module)
+        self._called = called(self.fast)
         self._shapes: Any = None
         self.refused = False
 
@@ -177,8 +178,7 @@ class _Compiled:
         if self.refused or shapes != self._shapes:
             return self._eager(*args, **kwargs)
         try:
-            with torch.compiler.set_stance("eager_on_recompile"):
-                return self.fast(*args, **kwargs)
+            return self._called(*args, **kwargs)
         except Exception as error:  # the model's own error comes again without
             self.refused = True
             self._regions.refused(self.name, f"{type(error).__name__}: {error}")
@@ -195,6 +195,16 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
     apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
     found: Callable[..., Any] = torch.compile(region, fullgraph=True, dynamic=False, options=_OPTIONS, **apart)
     return found
+
+
+def called(fast: Callable[..., Any]) -> Callable[..., Any]:
+    """``fast`` as it is called in training: compiled for what it was tried with, and as it is for all else."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.set_stance("eager_on_recompile"):
+            return fast(*args, **kwargs)
+
+    return call
 
 
 @dataclass

@@ -25,14 +25,17 @@ from dpro.outcome import Outcome
 from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
+from dpro.trace.model import RankTrace
+from dpro.trace.regions import Region
 from dpro.tuner import Tuner
 from dpro_integrations.base import step_aside
 from dpro_integrations.host_load import StepCpu
 from dpro_integrations.torch_adapter import TorchAdapter
 from dpro_integrations.torch_capture import Capture
-from dpro_integrations.torch_compile import CompiledRegions
+from dpro_integrations.torch_compile import CompiledRegions, why_no_compiler
 from dpro_integrations.torch_exchange import exchange_of_job
 from dpro_integrations.torch_forward import OrderWatch, before_next_forward
+from dpro_integrations.torch_regions import LayerMarks, time_regions
 from dpro_integrations.torch_rewrap import (
     HAS_CAP_LIST,
     arguments,
@@ -83,6 +86,9 @@ class TorchDDPAdapter(TorchAdapter):
         self._ddp = ddp
         self._original: dict[str, Any] | None = None
         session = Session(Settings(), self.exchange.rank)
+        #: whether capabilities include compiling, and captures note whose ops are whose
+        self.may_compile = False
+        self._marks: LayerMarks | None = None
         self._regions = CompiledRegions(ddp.module, lambda line: session.say(line, everywhere=True))
         # the tuner may be made inside optimizer.step(), around which the job has frozen something
         self._built = [id(p) for _, p in reducer_parameters(ddp)] if built_over_these(ddp) else None
@@ -101,6 +107,8 @@ class TorchDDPAdapter(TorchAdapter):
             knobs.add(Knob.BUCKET_LIST)
         if hasattr(self._ddp, "batched_grad_copy"):
             knobs.add(Knob.BATCHED_COPY)
+        if self.may_compile and not why_no_compiler():
+            knobs.add(Knob.COMPILE_REGIONS)
         return knobs
 
     def why_not(self) -> str:
@@ -143,7 +151,14 @@ class TorchDDPAdapter(TorchAdapter):
         return reducer_parameters(self._ddp)
 
     def start_capture(self) -> None:
-        self._capture = Capture(self._ddp, self._longest_s, self._cpu)
+        self._marks = LayerMarks(self._ddp.module) if Knob.COMPILE_REGIONS in self.capabilities() else None
+        self._capture = Capture(self._ddp, self._longest_s, self._cpu, self._marks)
+
+    def time_regions(self, trace: RankTrace, budget_s: float) -> list[Region]:
+        """See :class:`dpro.adapter.RegionTimer`."""
+        marks, self._marks = self._marks, None
+        names = {id(p): name for name, p in self._parameters()}
+        return [] if marks is None else time_regions(marks, names, trace, budget_s)
 
     def prepare(self, plan: Plan) -> None:
         self._check_fit(plan)
@@ -184,6 +199,7 @@ class TorchDDPAdapter(TorchAdapter):
             self._order = None
         self.abort_capture()
         self._regions.forget()
+        self._marks = None
 
 
 def make_tuner(
@@ -220,6 +236,7 @@ def make_tuner(
         if dist.get_world_size(ddp.process_group) != dist.get_world_size():
             raise DproError("DDP spans only a part of the ranks")
         settings = _patient(Settings.from_env(**given), ddp)
+        adapter.may_compile = settings.regions_s > 0
         if not isinstance(plan, Plan):
             file = plan or settings.plan
             plan = Plan.load(Path(file)) if file else None

@@ -85,6 +85,59 @@ def regions(
         }
 
 
+def searched(mode: str) -> dict[str, Any]:
+    """The whole way, and what was timed on it. ``mode``: "" without dpro.
+
+    In ``apply`` the times that a region was measured to take compiled are a tenth: tiny layers gain nothing of it, and
+    a region is to be proposed and put in force.
+    """
+    import dpro.tuner
+    from dpro.planning import make_plans
+    from dpro.trace.regions import Region, RegionTime
+    from dpro_integrations import torch_ddp
+
+    timed: list[Region] = []
+    ops: list[str] = []
+    time_regions = torch_ddp.time_regions
+
+    def shorter(*args: Any) -> list[Region]:
+        timed.extend(time_regions(*args))
+        if mode != "apply":
+            return timed
+        less = [(t.forward_ns, t.backward_ns, t.forward_ns // 10, t.backward_ns // 10) for t in (r.time for r in timed)]
+        return [Region(r.layers, r.tensors, r.kind, RegionTime(*ns)) for r, ns in zip(timed, less, strict=True)]
+
+    def planner(*args: Any) -> Any:
+        planned = make_plans(*args)
+        ops.extend(planned.graph.name_table)
+        # no step is the same twice on a busy machine: what was found is tried, whatever is before it
+        planned.plans = sorted(planned.plans, key=lambda named: not named[1].compile_regions)
+        return planned
+
+    decide(True)
+    patch(torch_ddp, "time_regions", shorter)
+    patch(torch_ddp, "Tuner", lambda *args, **more: dpro.tuner.Tuner(*args, planner=planner, **more))
+    with group():
+        ddp = DDP(net())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        torch.manual_seed(torch.distributed.get_rank())
+        tuner = None
+        if mode:
+            tuner = torch_ddp.autotune(ddp, optimizer=optimizer, mode=mode, regions_s=100.0, capture_steps=3)[1]
+        found = fit(ddp, optimizer, tuner)
+        numbers = {name: t.double().flatten().tolist() for name, t in ddp.module.state_dict().items()}
+        outcome = tuner.outcome if tuner is not None else None
+        return found | {
+            "numbers": numbers,
+            "ops": ops,
+            "timed": [[*region.layers, *region.tensors] for region in timed],
+            "kinds": len({region.kind for region in timed}),
+            "ns": [[r.time.forward_ns, r.time.backward_ns, r.time.fused_ns] for r in timed],
+            "planned": outcome.plan.compile_regions if outcome is not None and outcome.plan is not None else None,
+            "compiled": compiled_in(ddp.module, ddp.module.stem(batch(0))),
+        }
+
+
 def given(ddp: DDP, optimizer: torch.optim.Optimizer, plan: Any) -> Any:
     from dpro_integrations import torch_ddp
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ JOBS = "tests.frameworks.torch_ddp.region_jobs"
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("inductor"))
+def cache() -> str:
+    """Kept from run to run: what inductor has to compile first takes it half a minute of CPU time."""
+    return str(Path(tempfile.gettempdir()) / "dpro-tests-inductor")
 
 
 def run(ranks: Ranks, folder: Path, cache: str, job: str = "regions", **arguments: Any) -> Result:
@@ -97,3 +99,36 @@ def test_a_plan_that_does_not_fit_changes_nothing(
     (line,) = found.lines("stepped aside")
     assert says in line
     assert line.endswith("nothing was changed")
+
+
+def test_regions_are_timed_beside_the_training_and_compiled_where_the_search_says_so(
+    ranks: Ranks, tmp_path: Path, cache: str
+) -> None:
+    without, suggested, applied = (
+        run(ranks, tmp_path / (mode or "without"), cache, "searched", mode=mode) for mode in ("", "suggest", "apply")
+    )
+    for value, other in zip(suggested.values, without.values, strict=True):
+        assert value["verdict"] in ("SUGGESTED", "NO_BETTER_PLAN"), suggested.logs
+        # random numbers and running statistics too: all that was timed left no trace
+        assert value["numbers"] == other["numbers"]
+        assert value["compiled"] == []
+    inner = ["norm.weight", "norm.bias", "wide.weight", "wide.bias", "narrow.weight", "narrow.bias"]
+    for found in (suggested, applied):
+        assert found.values[1]["timed"] == []  # rank 0 alone
+        timed = sorted(found.values[0]["timed"])
+        assert [one[0] for one in timed] == ["blocks.0", "blocks.1", "blocks.2"]
+        assert timed[0][1:] == [f"blocks.0.{name}" for name in inner]
+        assert timed[1][1:] == ["blocks.1.0.weight", "blocks.1.0.bias"]
+        assert found.values[0]["kinds"] == 2  # the first block and the last compute alike
+        assert all(ns > 0 for times in found.values[0]["ns"] for ns in times)
+        ops = set(found.values[0]["ops"])
+        assert {f"model/blocks.{at}/aten::linear" for at in range(3)} <= ops
+        node = "autograd::engine::evaluate_function: TanhBackward0"
+        assert {name for name in ops if name.endswith(node)} == {
+            f"gradient_tape/model/blocks.{k}/{node}" for k in (0, 2)
+        }
+    for value in applied.values:
+        assert value["verdict"] == "KEPT", applied.logs
+        assert value["planned"]
+        assert value["compiled"] == sorted(value["planned"])
+    close(applied, without)
