@@ -161,4 +161,8 @@ def config() -> list[str]:
     import torch._inductor.config
 
     parts = torch._dynamo.config, torch._functorch.config, torch._inductor.config
-    return [f"{part.__name__}.{key}={value}" for part in parts for key, value in part.get_config_copy().items()]
+    found = []
+    for part in parts:
+        for key, value in part.get_config_copy().items():
+            found.append(f"{part.__name__}.{key}={sorted(value) if isinstance(value, set) else value}")
+    return found
