@@ -25,17 +25,13 @@ from dpro.outcome import Outcome
 from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
-from dpro.trace.model import RankTrace
-from dpro.trace.regions import Region
 from dpro.tuner import Tuner
 from dpro_integrations.base import step_aside
 from dpro_integrations.host_load import StepCpu
 from dpro_integrations.torch_adapter import TorchAdapter
 from dpro_integrations.torch_capture import Capture
-from dpro_integrations.torch_compile import CompiledRegions, why_no_compiler
 from dpro_integrations.torch_exchange import exchange_of_job
 from dpro_integrations.torch_forward import OrderWatch, before_next_forward
-from dpro_integrations.torch_regions import LayerMarks, time_regions
 from dpro_integrations.torch_rewrap import (
     HAS_CAP_LIST,
     arguments,
@@ -85,11 +81,6 @@ class TorchDDPAdapter(TorchAdapter):
         self.exchange: Exchange = exchange_of_job(tag)
         self._ddp = ddp
         self._original: dict[str, Any] | None = None
-        session = Session(Settings(), self.exchange.rank)
-        #: whether capabilities include compiling, and captures note whose ops are whose
-        self.may_compile = False
-        self._marks: LayerMarks | None = None
-        self._regions = CompiledRegions(ddp.module, lambda line: session.say(line, everywhere=True))
         # the tuner may be made inside optimizer.step(), around which the job has frozen something
         self._built = [id(p) for _, p in reducer_parameters(ddp)] if built_over_these(ddp) else None
         self._hooked = bool(ddp._comm_hooks)
@@ -107,7 +98,7 @@ class TorchDDPAdapter(TorchAdapter):
             knobs.add(Knob.BUCKET_LIST)
         if hasattr(self._ddp, "batched_grad_copy"):
             knobs.add(Knob.BATCHED_COPY)
-        if self.may_compile and not why_no_compiler():
+        if self._can_compile():
             knobs.add(Knob.COMPILE_REGIONS)
         return knobs
 
@@ -147,18 +138,15 @@ class TorchDDPAdapter(TorchAdapter):
             "backend": str(dist.get_backend(self._ddp.process_group)),
         }
 
+    def _module(self) -> torch.nn.Module:
+        module: torch.nn.Module = self._ddp.module
+        return module
+
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return reducer_parameters(self._ddp)
 
     def start_capture(self) -> None:
-        self._marks = LayerMarks(self._ddp.module) if Knob.COMPILE_REGIONS in self.capabilities() else None
-        self._capture = Capture(self._ddp, self._longest_s, self._cpu, self._marks)
-
-    def time_regions(self, trace: RankTrace, budget_s: float) -> list[Region]:
-        """See :class:`dpro.adapter.RegionTimer`."""
-        marks, self._marks = self._marks, None
-        names = {id(p): name for name, p in self._parameters()}
-        return [] if marks is None else time_regions(marks, names, trace, budget_s)
+        self._capture = Capture(self._ddp, self._longest_s, self._cpu, self._new_marks())
 
     def prepare(self, plan: Plan) -> None:
         self._check_fit(plan)
@@ -172,7 +160,7 @@ class TorchDDPAdapter(TorchAdapter):
         for option in plan.ddp_options or {}:
             if option not in _OPTIONS or not hasattr(self._ddp, option):
                 raise PlanError(f"this DDP has no option {option!r}")
-        self._regions.check(plan.compile_regions or ())
+        self._check_regions(plan)
         if self._original is None:
             self._original = arguments(self._ddp)
 
@@ -184,12 +172,12 @@ class TorchDDPAdapter(TorchAdapter):
             given.pop("bucket_cap_mb_list", None)
             given.pop("bucket_cap_mb", None)
         rewrap(self._ddp, given | plan_arguments(plan))
-        self._regions.set(plan.compile_regions or ())
+        self._set_regions(plan)
 
     def revert(self) -> None:
         # also where apply failed: a new reducer's first step has a collective that an old one's lacks
         if self._original is not None:
-            self._regions.set(())
+            self._set_regions(None)
             rewrap(self._ddp, self._original)
             self._original = None
 
@@ -198,8 +186,7 @@ class TorchDDPAdapter(TorchAdapter):
             self._order.ends_early()
             self._order = None
         self.abort_capture()
-        self._regions.forget()
-        self._marks = None
+        self._forget_regions()
 
 
 def make_tuner(

@@ -76,10 +76,9 @@ def regions(
             plan = replace(plan, bucket_caps=None)
         tuner = given(ddp, optimizer, plan) if tune else tuned(ddp, optimizer, "")
         found = fit(ddp, optimizer, tuner)
-        x = ddp.module.stem(batch(0))
         return found | {
             "numbers": {name: t.double().flatten().tolist() for name, t in ddp.module.state_dict().items()},
-            "compiled": compiled_in(ddp.module, x),
+            "compiled": compiled_in(ddp.module, reached(ddp.module)),
             "wrapped": sorted(name for name, part in ddp.named_modules() if "_compiled_call_impl" in vars(part)),
             "config": sorted(set(config()) ^ set(before)),
         }
@@ -94,11 +93,11 @@ def searched(mode: str) -> dict[str, Any]:
     import dpro.tuner
     from dpro.planning import make_plans
     from dpro.trace.regions import Region, RegionTime
-    from dpro_integrations import torch_ddp
+    from dpro_integrations import torch_adapter, torch_ddp
 
     timed: list[Region] = []
     ops: list[str] = []
-    time_regions = torch_ddp.time_regions
+    time_regions = torch_adapter.time_regions
 
     def shorter(*args: Any) -> list[Region]:
         timed.extend(time_regions(*args))
@@ -115,7 +114,7 @@ def searched(mode: str) -> dict[str, Any]:
         return planned
 
     decide(True)
-    patch(torch_ddp, "time_regions", shorter)
+    patch(torch_adapter, "time_regions", shorter)
     patch(torch_ddp, "Tuner", lambda *args, **more: dpro.tuner.Tuner(*args, planner=planner, **more))
     with group():
         ddp = DDP(net())
@@ -134,7 +133,7 @@ def searched(mode: str) -> dict[str, Any]:
             "kinds": len({region.kind for region in timed}),
             "ns": [[r.time.forward_ns, r.time.backward_ns, r.time.fused_ns] for r in timed],
             "planned": outcome.plan.compile_regions if outcome is not None and outcome.plan is not None else None,
-            "compiled": compiled_in(ddp.module, ddp.module.stem(batch(0))),
+            "compiled": compiled_in(ddp.module, reached(ddp.module)),
         }
 
 
@@ -142,6 +141,12 @@ def given(ddp: DDP, optimizer: torch.optim.Optimizer, plan: Any) -> Any:
     from dpro_integrations import torch_ddp
 
     return torch_ddp.autotune(ddp, optimizer=optimizer, plan=plan)[1]
+
+
+def reached(model: nn.Sequential) -> torch.Tensor:
+    """What the first block is called with."""
+    x: torch.Tensor = model.stem(batch(0, rank=0))
+    return x
 
 
 def compiled_in(model: nn.Sequential, x: torch.Tensor) -> list[str]:
