@@ -35,6 +35,7 @@ _OPTIONS = {"fallback_random": True, "compile_threads": 1}
 #: What compiling may take in all, s, before the rest goes on as it is: all ranks wait in their next collective.
 LIMIT_S = 120.0
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_SYNCHRONISING = ("torch.nn.parallel", "torch.distributed", "horovod")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -56,7 +57,7 @@ def why_not(module: nn.Module) -> str:
             return "is compiled already"
         if "forward" in vars(part) or any(getattr(part, name) for name in _HOOKS):
             return "has hooks, or a forward of its own"
-        if type(part).__module__.startswith(("torch.nn.parallel", "torch.distributed", "horovod")):
+        if type(part).__module__.startswith(_SYNCHRONISING) or isinstance(part, nn.SyncBatchNorm):
             return "synchronises on its own"
     if any(parameter._backward_hooks for parameter in module.parameters()):
         return "has parameters with hooks"
@@ -197,6 +198,16 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
     apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
     found: Callable[..., Any] = torch.compile(region, fullgraph=True, dynamic=False, options=_OPTIONS, **apart)
     return found
+
+
+def start_compiler() -> str:
+    """Have the compiler do what it does once in a process: import itself, look at the machine, compile its headers.
+
+    Why it can't compile at all; "" it can.
+    """
+    with torch.random.fork_rng([]):  # its weights are drawn
+        least = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    return apart(least, compiled(least), (torch.ones(2, 2),), {})
 
 
 def called(fast: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,15 @@ from torch.utils._pytree import tree_map
 
 from dpro.trace.model import EventKind, RankTrace
 from dpro.trace.regions import LAYERS, Region, RegionTime
-from dpro_integrations.torch_compile import apart, called, compiled, passes, why_no_compiler, why_not
+from dpro_integrations.torch_compile import (
+    apart,
+    called,
+    compiled,
+    passes,
+    start_compiler,
+    why_no_compiler,
+    why_not,
+)
 from dpro_integrations.torch_forward import CallHook
 
 _BACKWARD = "autograd::engine::evaluate_function"
@@ -171,12 +179,11 @@ def time_regions(marks: LayerMarks, names: dict[int, str], trace: RankTrace, bud
 
     What can't be timed is left out, with a line among the trace's warnings: what breaks a graph, fails, or comes out
     otherwise; a kind that alone took longer than ``budget_s``. Ends with the compiling that is under way when the time
-    is up.
+    is up; it is counted from when the compiler has started.
 
     Args:
         names: of the gradients that are synchronised, by the id of their parameter.
     """
-    deadline = time.monotonic() + budget_s
     kinds: dict[str, list[str]] = {}
     for name, module in marks.modules.items():
         if name in marks.first and not why_not(module):
@@ -185,6 +192,10 @@ def time_regions(marks: LayerMarks, names: dict[int, str], trace: RankTrace, bud
     share = {kind: sum(took[name] for name in alike) for kind, alike in kinds.items()}
     least = _LEAST_SHARE * sum(trace.step_ns().tolist())
     found: list[Region] = []
+    if kinds and (why := start_compiler()):
+        trace.warnings.append(f"no submodule can be compiled: {why}")
+        return found
+    deadline = time.monotonic() + budget_s
     for kind in sorted(kinds, key=lambda kind: -share[kind]):
         first = kinds[kind][0]
         if share[kind] < least:
