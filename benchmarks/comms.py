@@ -35,7 +35,7 @@ class Comm:
     @property
     def compiles(self) -> bool:
         """Whether a plan can have layers compiled in it."""
-        return self.framework == "keras" and self.launcher == "horovod"
+        return (self.framework, self.launcher) in (("keras", "horovod"), ("torch", "torchrun"))
 
     def cuts(self) -> dict[str, str]:
         """How each model is cut in this framework, in words."""

@@ -38,6 +38,13 @@ def _ready(model: torch.nn.Module, step: Callable[[], None]) -> list[tuple[str, 
     return order
 
 
+def _blocks(model: torch.nn.Module, emulated: bool) -> list[str]:
+    """All that a compiler can have, for ``Plan.compile_regions``: every candidate."""
+    from dpro_integrations.torch_regions import candidates
+
+    return [] if emulated else list(candidates(model))
+
+
 class DDPLoop:
     """DistributedDataParallel over gloo, found by torchrun's environment."""
 
@@ -55,6 +62,7 @@ class DDPLoop:
         self.rank = dist.get_rank()
         self._ddp = DistributedDataParallel(task.model)
         self._optimizer = _optimizer(task.model)
+        self._emulated = emulated
         self.adapter: Adapter = TorchDDPAdapter(self._ddp, tag="benchmark")
 
     def step(self) -> None:
@@ -70,6 +78,9 @@ class DDPLoop:
 
     def barrier(self) -> None:
         self._dist.barrier()
+
+    def layers(self) -> list[str]:
+        return _blocks(self._task.model, self._emulated)
 
     def autotune(self, settings: dict[str, Any]) -> Tuner | None:
         from dpro_integrations.torch_ddp import autotune

@@ -22,10 +22,11 @@ said.
 nothing to hold the link back, or over what the gradients take at the link's rate, whichever is more; its windows take
 turns as well.
 
-Where layers can be compiled (Keras), ``clusters_ms`` has three arms that take turns: no XLA, ``everything`` that XLA
-can have (what follows each other is one cluster, as its auto-clustering would have it: gradients are there at its end),
-and dpro's plan; ``clusters_unshaped_ms`` the same with nothing to hold the link back. What lies between is what a step
-waits for its gradients.
+Where layers can be compiled (Keras under Horovod, DDP), ``clusters_ms`` has three arms that take turns: ``nothing``
+compiled, ``everything`` that can be (by XLA: what follows each other is one cluster, as its auto-clustering would have
+it, and gradients are there at its end; by torch.compile: every block of the model, each by itself), and dpro's plan;
+``clusters_unshaped_ms`` the same with nothing to hold the link back. What lies between is what a step waits for its
+gradients.
 
 ``python -m benchmarks.speedup --json`` prints ``{place, cuts, cells, summary}``; a cell has the keys ``model, comm,
 link, hosts, default_ms, tuned_ms, autotune_ms, sweep_best_ms, predicted_ms, verdict``, spreads and what was set.
@@ -235,8 +236,10 @@ def _beside(
 
 def _clusters(job: JobSet, link: str, kept: str | None, args: argparse.Namespace) -> dict[str, Any]:
     """See the module's ``clusters_ms``."""
-    whole = Plan(compile_regions=job.ask("layers")[0]["layers"]).dumps()
-    arms = {"no XLA": None, "everything": whole, "dpro": kept}
+    layers = job.ask("layers")[0]["layers"]
+    if not layers:  # emulated: nothing is computed
+        return {}
+    arms = {"nothing": None, "everything": Plan(compile_regions=layers).dumps(), "dpro": kept}
 
     def medians() -> dict[str, float]:
         times = _arms(job, arms, {}, args.rounds, args)

@@ -7,6 +7,7 @@ agreement between ranks in ``horovod_exchange``, ends of steps in ``horovod_step
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import time
 import weakref
@@ -80,7 +81,9 @@ class HorovodTorchAdapter(TorchAdapter):
         self._before_step: Any = None  # the handle of the hook that ends it, from the first obstacle() on
 
     def capabilities(self) -> set[Knob]:
-        return set() if self.why_not() else {Knob.GROUPS, Knob.CYCLE_TIME}
+        if self.why_not():
+            return set()
+        return {Knob.GROUPS, Knob.CYCLE_TIME} | ({Knob.COMPILE_REGIONS} if self._can_compile() else set())
 
     def why_not(self) -> str:
         optimizer = self._optimizer
@@ -125,35 +128,53 @@ class HorovodTorchAdapter(TorchAdapter):
         }
 
     def start_capture(self) -> None:
-        self._capture = Capture(self._optimizer, self._longest_s, self._cpu)
+        self._capture = Capture(self._optimizer, self._longest_s, self._cpu, self._new_marks())
 
     def prepare(self, plan: Plan) -> None:
         self._check_fit(plan)
         if reason := self.why_not():
             raise PlanError(f"groups can't be changed here: {reason}")
-        foreign = sorted(set(plan.settings()) - {"tensor_groups"})
+        foreign = sorted(set(plan.settings()) - {"tensor_groups", "compile_regions"})
         if foreign:
             raise PlanError(f"Horovod has no setting for {foreign[0]!r} that dpro changes in a running job")
-        if not plan.tensor_groups:
+        if not plan.tensor_groups and not plan.compile_regions:
             raise PlanError("the plan has no tensor_groups")
         known = self._known()
-        for name in (name for group in plan.tensor_groups for name in group):
+        for name in (name for group in plan.tensor_groups or () for name in group):
             if name not in known:
                 raise PlanError(f"the optimizer has no parameter {name!r}")
+        self._check_regions(plan)
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)
         known = self._known()
-        assert plan.tensor_groups is not None
-        self._groups.set([[known[name] for name in group] for group in plan.tensor_groups])
+        if plan.tensor_groups:
+            self._groups.set([[known[name] for name in group] for group in plan.tensor_groups])
+        else:
+            self._groups.clear()
+        self._set_regions(plan)
 
     def revert(self) -> None:
+        self._set_regions(None)
         self._groups.clear()
 
     def close(self) -> None:
         if self._before_step is not None:
             self._before_step.remove()
         self.abort_capture()
+        self._forget_regions()
+
+    def _module(self) -> torch.nn.Module | None:
+        """The optimizer does not know the model: whatever has all of its parameters, by their names if one has.
+
+        Of a model and what is only around it, that is the model.
+        """
+        known = self._known()
+        wanted = {id(p) for p in known.values()}
+        modules = (o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module))
+        found = [module for module in modules if wanted <= {id(p) for p in module.parameters()}]
+        by_name = [m for m in found if all(dict(m.named_parameters()).get(n) is p for n, p in known.items())]
+        return min(by_name or found, key=lambda module: sum(1 for _ in module.modules()), default=None)
 
     def _parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
         return self._known().items()
@@ -212,6 +233,7 @@ def make_tuner(
         if note:
             session.say(note)
         adapter = HorovodTorchAdapter(optimizer, exchange)
+        adapter.may_compile = settings.regions_s > 0
         tuner = Tuner(adapter, settings, plan=plan, on_done=on_done, session=session)
     except Exception:
         exchange.leave()  # whoever does tune need not wait for us

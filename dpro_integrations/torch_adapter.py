@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dpro.adapter import Exchange, Knob
 from dpro.errors import PlanError
 from dpro.plan import Plan
+from dpro.session import Session
+from dpro.settings import Settings
 from dpro.trace.model import RankTrace
+from dpro.trace.regions import Region
+from dpro_integrations.torch_compile import CompiledRegions, why_no_compiler
+from dpro_integrations.torch_regions import LayerMarks, time_regions
 
 if TYPE_CHECKING:
     from dpro_integrations.torch_capture import StepCapture
@@ -19,13 +25,26 @@ if TYPE_CHECKING:
 class TorchAdapter:
     """Base of :class:`dpro.adapter.Adapter` implementations; a subclass starts ``_capture``."""
 
+    exchange: Exchange
     _capture: StepCapture | None = None
+    #: whether capabilities include compiling, and captures note whose ops are whose
+    may_compile = False
+    _marks: LayerMarks | None = None
+    _regions: CompiledRegions | None = None
 
     def fingerprint(self) -> dict[str, str]:
         raise NotImplementedError
 
     def _parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
         """Name and parameter of every gradient that is synchronised."""
+        raise NotImplementedError
+
+    def _module(self) -> torch.nn.Module | None:
+        """The model, whose submodules can be compiled; None: it is not known."""
+        raise NotImplementedError
+
+    def capabilities(self) -> set[Knob]:
+        """See :class:`dpro.adapter.Adapter`."""
         raise NotImplementedError
 
     def mark_step(self) -> None:
@@ -51,6 +70,50 @@ class TorchAdapter:
             picked = flat[:: max(1, flat.numel() // 64)][:64]
             digest.update(picked.float().cpu().numpy().tobytes())
         return digest.hexdigest()
+
+    # -- submodules that are compiled ----------------------------------------------------------
+
+    def time_regions(self, trace: RankTrace, budget_s: float) -> list[Region]:
+        """See :class:`dpro.adapter.RegionTimer`."""
+        marks, self._marks = self._marks, None
+        names = {id(p): name for name, p in self._parameters()}
+        return [] if marks is None else time_regions(marks, names, trace, budget_s)
+
+    def _can_compile(self) -> bool:
+        """Whether it is allowed, and there is a compiler and something to compile."""
+        return self.may_compile and not why_no_compiler() and self._module() is not None
+
+    def _new_marks(self) -> LayerMarks | None:
+        """For a capture that begins."""
+        module = self._module() if Knob.COMPILE_REGIONS in self.capabilities() else None
+        self._marks = None if module is None else LayerMarks(module)
+        return self._marks
+
+    def _check_regions(self, plan: Plan) -> None:
+        """Refuse submodules that can't be compiled.
+
+        Raises:
+            PlanError: see :meth:`~dpro_integrations.torch_compile.CompiledRegions.check`.
+        """
+        if not plan.compile_regions:
+            return
+        module = self._module()
+        if module is None:
+            raise PlanError("there is no one module with the parameters that are synchronised")
+        if self._regions is None:
+            session = Session(Settings(), self.exchange.rank)
+            self._regions = CompiledRegions(module, lambda line: session.say(line, everywhere=True))
+        self._regions.check(plan.compile_regions)
+
+    def _set_regions(self, plan: Plan | None) -> None:
+        """Have the plan's submodules compiled, which were checked, and no others."""
+        if self._regions is not None:
+            self._regions.set((plan.compile_regions if plan is not None else None) or ())
+
+    def _forget_regions(self) -> None:
+        self._marks = None
+        if self._regions is not None:
+            self._regions.forget()
 
     def _model(self) -> str:
         """The model's part of a fingerprint: a hash of names, shapes and dtypes."""

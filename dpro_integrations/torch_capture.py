@@ -30,6 +30,7 @@ from dpro.trace import kineto, wire
 from dpro.trace.model import EventKind, RankTrace, Tensor
 from dpro_integrations.host_load import HostLoad, StepCpu
 from dpro_integrations.torch_forward import ForwardHook
+from dpro_integrations.torch_regions import LayerMarks
 from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
 
 #: A captured step that lasts longer than any before, so many times and at least so long, or a capture that
@@ -54,12 +55,13 @@ class StepCapture:
         usual_s: the longest step so far, seconds.
         on_gpu: the model is on one.
         cpu: of this thread, in steps without us; goes on being told of those that are captured.
+        marks: notes which ops are of which submodule; None: nobody asks.
 
     Raises:
         RuntimeError: a profiler is running already.
     """
 
-    def __init__(self, usual_s: float, on_gpu: bool, cpu: StepCpu) -> None:
+    def __init__(self, usual_s: float, on_gpu: bool, cpu: StepCpu, marks: LayerMarks | None = None) -> None:
         if _foreign_profiler():
             raise RuntimeError("the job's own profiler is running")
         self._ready: list[int] = []
@@ -69,7 +71,7 @@ class StepCapture:
         self._lost = ""
         self._limit_s = max(LEAST_LIMIT_S, LIMIT_STEPS * usual_s)
         self._deadline = 0.0
-        self._cpu, self._on_gpu = cpu, on_gpu
+        self._cpu, self._on_gpu, self._marks = cpu, on_gpu, marks
         plain_ns = _probe_ns()
         self._restore: Callable[[], None] | None = None
         self._tap: wire.Tap | None = None
@@ -79,6 +81,8 @@ class StepCapture:
             self._probe_cost_ns = max(0.0, _probe_ns() - plain_ns)
             self._restore = _yield_to_user(self._give_way)
             self._attach()
+            if marks is not None:
+                self._handles += marks.attach()
             self._clock_pair = clock_pair_ns()
             self._host = HostLoad()
             if not on_gpu:  # there gradients go by NCCL, past every socket call
@@ -123,6 +127,8 @@ class StepCapture:
         # the range that was open when we stopped belongs to no step
         trace.step_bounds = trace.step_bounds[:steps]
         trace.columns["step"] = np.where(trace.step < steps, trace.step, -1).astype(np.int32)
+        if self._marks is not None:
+            self._marks.mark(trace)
         trace.meta.host = socket.gethostname()
         trace.meta.extra[CLOCK_ID] = clock_id()
         trace.meta.event_overhead_ns = overhead_ns
@@ -238,11 +244,14 @@ class Capture(StepCapture):
         ddp: the wrapper.
         usual_s: the longest step so far, seconds.
         cpu: of the training thread, per step.
+        marks: see :class:`StepCapture`.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, usual_s: float, cpu: StepCpu) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, usual_s: float, cpu: StepCpu, marks: LayerMarks | None = None
+    ) -> None:
         self._ddp = ddp
-        super().__init__(usual_s, ddp.device_type == "cuda", cpu)
+        super().__init__(usual_s, ddp.device_type == "cuda", cpu, marks)
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return reducer_parameters(self._ddp)

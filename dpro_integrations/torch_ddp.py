@@ -104,6 +104,8 @@ class TorchDDPAdapter(TorchAdapter):
             knobs.add(Knob.BATCHED_COPY)
         if gradient_dtypes(self._ddp):
             knobs.add(Knob.COMPRESSION)
+        if self._can_compile():
+            knobs.add(Knob.COMPILE_REGIONS)
         return knobs
 
     def why_not(self) -> str:
@@ -142,11 +144,15 @@ class TorchDDPAdapter(TorchAdapter):
             "backend": str(dist.get_backend(self._ddp.process_group)),
         }
 
+    def _module(self) -> torch.nn.Module:
+        module: torch.nn.Module = self._ddp.module
+        return module
+
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return reducer_parameters(self._ddp)
 
     def start_capture(self) -> None:
-        self._capture = Capture(self._ddp, self._longest_s, self._cpu)
+        self._capture = Capture(self._ddp, self._longest_s, self._cpu, self._new_marks())
 
     def stop_capture(self) -> RankTrace:
         trace = super().stop_capture()
@@ -157,7 +163,8 @@ class TorchDDPAdapter(TorchAdapter):
         self._check_fit(plan)
         if reason := self.why_not():
             raise PlanError(f"buckets can't be changed here: {reason}")
-        foreign = sorted(set(plan.settings()) - {"bucket_caps", "tensor_groups", "ddp_options", "gradient_dtype"})
+        known = {"bucket_caps", "tensor_groups", "ddp_options", "gradient_dtype", "compile_regions"}
+        foreign = sorted(set(plan.settings()) - known)
         if foreign:
             raise PlanError(f"DDP has no setting for {foreign[0]!r}")
         if plan.bucket_caps and len(plan.bucket_caps) > 1 and not HAS_CAP_LIST:
@@ -168,6 +175,7 @@ class TorchDDPAdapter(TorchAdapter):
         for option in plan.ddp_options or {}:
             if option not in _OPTIONS or not hasattr(self._ddp, option):
                 raise PlanError(f"this DDP has no option {option!r}")
+        self._check_regions(plan)
         if self._original is None:
             self._original = arguments(self._ddp)
 
@@ -182,10 +190,12 @@ class TorchDDPAdapter(TorchAdapter):
         if plan.gradient_dtype:
             compress(self._ddp, plan.gradient_dtype)
             self._compressed = True
+        self._set_regions(plan)
 
     def revert(self) -> None:
         # also where apply failed: a new reducer's first step has a collective that an old one's lacks
         if self._original is not None:
+            self._set_regions(None)
             self._rewrap(self._original)
             self._original = None
 
@@ -198,6 +208,7 @@ class TorchDDPAdapter(TorchAdapter):
             self._order.ends_early()
             self._order = None
         self.abort_capture()
+        self._forget_regions()
 
 
 def make_tuner(
@@ -234,6 +245,7 @@ def make_tuner(
         if dist.get_world_size(ddp.process_group) != dist.get_world_size():
             raise DproError("DDP spans only a part of the ranks")
         settings = _patient(Settings.from_env(**given), ddp)
+        adapter.may_compile = settings.regions_s > 0
         if not isinstance(plan, Plan):
             file = plan or settings.plan
             plan = Plan.load(Path(file)) if file else None

@@ -67,13 +67,27 @@ class ForwardHook:
         if self._action is not None:
             self._action()
             return
-        hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is self]:
-            del hooks[key]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                del hooks[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHook:
-        return ForwardHook(None)
+        return type(self)(None)
 
     def __reduce__(self) -> Any:
         # not ours: a model that was saved must load where there is no dpro
         return getattr, (nullcontext(), "__exit__")
+
+
+class CallHook(ForwardHook):
+    """One whose action is told what the module is called with."""
+
+    def __init__(self, action: Callable[..., None] | None) -> None:
+        super().__init__(None)
+        self._told = action
+
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        if self._told is not None:
+            self._told(*given)
+        else:
+            super().__call__(module)

@@ -24,7 +24,7 @@ class Knob(Enum):
     PARTITION_BYTES = "partition_bytes"  # the same, read when a job starts
     IN_FLIGHT = "in_flight"  # BytePS: how many bytes are on their way at once, in what order and parts
     CYCLE_TIME = "cycle_time"  # Horovod: how often its thread goes round; read when a job starts
-    COMPILE_REGIONS = "compile_regions"  # Keras: layers that XLA compiles
+    COMPILE_REGIONS = "compile_regions"  # Keras: layers that XLA compiles; DDP: submodules, by inductor
 
 
 class Exchange(Protocol):

@@ -36,8 +36,8 @@ class Settings:
     min_gain: float = 0.005
     #: budget of the search on rank 0
     search_s: float = 10.0
-    #: budget of rank 0 for timing layers that XLA could compile (Keras); 0: none are compiled. Compiled layers round
-    #: otherwise, so that they are yours to allow
+    #: budget of rank 0 for timing layers that could be compiled (Keras, DDP); 0: none are compiled. Compiled layers
+    #: round otherwise, so that they are yours to allow
     regions_s: float = 0.0
     #: how long a rank waits for the others at a meeting point
     timeout_s: float = 30.0

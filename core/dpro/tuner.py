@@ -290,7 +290,7 @@ class Tuner:
             try:
                 trace.meta.extra[REGIONS] = dump(self.adapter.time_regions(trace, budget_s))
             except Exception as error:  # there are other things to tune
-                self._session.say(f"layers that XLA could compile not timed: {describe(error)}")
+                self._session.say(f"layers that could be compiled not timed: {describe(error)}")
         return trace
 
     def _plan(self, blobs: list[bytes]) -> dict[str, Any]:

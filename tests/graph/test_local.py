@@ -254,6 +254,39 @@ def test_costly_ops_inside_others_keep_their_names(tmp_path: Path) -> None:
     assert not ops(graph, "aten::expand")
 
 
+def test_ops_are_called_by_the_layer_that_was_noted_for_them(tmp_path: Path) -> None:
+    node = "autograd::engine::evaluate_function: "
+    events = [
+        syn.mark("ProfilerStep#0", 0, 900),
+        syn.op("aten::linear", 0, 200),
+        syn.op("aten::addmm", 20, 180),
+        syn.op("aten::mean", 210, 300),
+        syn.op(node + "AddmmBackward0", 310, 500, **{"Sequence number": 7}),
+        syn.op("aten::mm", 320, 480),
+        syn.op(node + "torch::autograd::AccumulateGrad", 510, 600),
+    ]
+    trace = trace_of(tmp_path, events)
+    assert trace.flow[trace.kind == 0].tolist() == [-1, -1, -1, 7, -1, -1]
+    plain = assemble([trace])
+    for name in ("aten::linear", node + "AddmmBackward0"):
+        row = trace.names.index(name)
+        trace.columns["link"][trace.name == row] = 1
+    trace.meta.extra["layers"] = ["a", "b.0"]
+    graph = assemble([trace])
+    forward, backward = {"aten::linear", "aten::addmm"}, {node + "AddmmBackward0", "aten::mm"}
+    renamed = {name: f"model/b.0/{name}" for name in forward} | {n: f"gradient_tape/model/b.0/{n}" for n in backward}
+    assert [graph.name_of(op) for op in range(len(graph.column("name")))] == [
+        renamed.get(plain.name_of(op), plain.name_of(op)) for op in range(len(plain.column("name")))
+    ]
+    for key in ("kind", "duration", "gap", "resource"):
+        assert graph.column(key).tolist() == plain.column(key).tolist()
+    for told in (["a"], "b.0", None, [1, 2]):  # of a stored trace, which may hold anything
+        trace.meta.extra["layers"] = told
+        names = [plain.name_of(op) for op in range(len(plain.column("name")))]
+        again = assemble([trace])
+        assert [again.name_of(op) for op in range(len(again.column("name")))] == names
+
+
 def test_a_device_that_runs_behind_counts_once(tmp_path: Path) -> None:
     # Four steps; the host needs 50 µs, the device 100. Step k's kernel runs 100k+20 to 100k+120.
     events: list[syn.Event] = []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dpro.graph.graph import Graph
+from dpro.graph.graph import Graph, OpKind, TensorInfo
 from dpro.passes.op_fusion import OpFusion, fusion_pays
 from dpro.replay.engine import replay
-from dpro.trace.regions import LayerOps, Region, RegionTime, dump, load
+from dpro.trace.regions import REGIONS, LayerOps, Region, RegionTime, dump, load, named
 from tests.passes.regions import MS, keras_graph, region
 
 #: 4 MB: 4.01 ms on the channel. Forward 3 ms, backward a 2, b 2, c 1.
@@ -140,3 +140,33 @@ def test_times_survive_a_file_and_nonsense_does_not() -> None:
         assert load(broken) == []
     assert RegionTime(1, 2, 3, 4).plain_ns == 3
     assert np.all([r.time.fused_ns == 1.5 * MS for r in load(good)])
+
+
+def test_on_a_thread_in_order_gradients_between_come_after_the_region() -> None:
+    # as under torch: of a's two nodes backward (1 and 2 ms) each is followed by a gradient that is there (0.1 ms each)
+    region_a = region("a", 1, 0.5, tensors="a/weight,a/bias")
+    graph = Graph()
+    graph.ranks = 1
+    host = graph.resource("main")
+    graph.tensors = [TensorInfo("a/bias", 4, "float32", 0), TensorInfo("a/weight", 4, "float32", 1)]
+    graph.info[REGIONS] = [region_a]
+    last = graph.add_op(named("a", "aten::linear", False), OpKind.FORWARD, resource=host, duration=MS, rank=0)
+    nodes = []
+    for tensor, took in enumerate((1, 2)):
+        nodes.append(named("a", f"node {tensor}", True))
+        more = {"resource": host, "rank": 0}
+        last = graph.add_op(nodes[-1], OpKind.BACKWARD, duration=took * MS, after=[last], **more)
+        last = graph.add_op("ready", OpKind.OUT, duration=MS // 10, tensor=tensor, after=[last], **more)
+        graph.out_op[0, tensor] = last
+    before = state(graph)
+    fusion = OpFusion()
+    assert fusion.legal(graph, (region_a,))
+    mark = fusion.apply(graph, (region_a,))
+    # 1 forward; half of 3, and only then the first gradient
+    played = replay(graph)
+    assert played.makespan_ns / MS == pytest.approx(1 + 1.5 + 0.2)
+    arrays = graph.arrays()
+    end = {int(op): int(ns) for op, ns in zip(arrays.ids, played.end, strict=True)}
+    assert end[graph.out_op[0, 0]] / MS == pytest.approx(2.6)
+    graph.undo(mark)
+    assert state(graph) == before

@@ -120,7 +120,7 @@ def test_regions_are_timed_on_rank_0_and_a_failure_costs_no_more_than_them(fails
     assert asked == [(0, 0, 7.0)]
     assert seen == ([[], []] if fails else [[half], []])
     said = [line for line in ranks[0].voice.lines if "no compiler" in line]
-    assert said == ["layers that XLA could compile not timed: RuntimeError: no compiler"] * fails
+    assert said == ["layers that could be compiled not timed: RuntimeError: no compiler"] * fails
 
 
 def test_a_hash_that_differs_on_one_rank_changes_nothing() -> None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from dpro.graph.draft import DraftOp
 from dpro.graph.graph import OpKind
 from dpro.trace.model import DEVICE_KINDS, EventKind, RankTrace
+from dpro.trace.regions import LAYERS, load_layers, named
 
 #: Framework ops that take at least this long stay ops of their own, so that what-ifs by name reach them.
 _OWN_OP_NS = 20_000
@@ -101,16 +102,20 @@ def chain(trace: RankTrace, rows: list[int], cuts: Cuts, ranges: Ranges, resourc
             spans[-1].append(piece)
         else:
             spans.append([piece])
+    layers = load_layers(trace.meta.extra.get(LAYERS))
+    layer_of = trace.link[base : rows[-1] + 1].tolist() if layers else []
     for span in spans:
         # Ops that something hangs on are called by what they are, the others by what they belong to.
-        named = span[0].label if span[0].owner in cuts.rows else span[0].anchor
+        called = span[0].label if span[0].owner in cuts.rows else span[0].anchor
         fresh = {p.owner for p in span} - begun
         begun.update(fresh)
         start, end = span[0].start, span[-1].end
-        name = names[named - base]
+        name = names[called - base]
         events = len(fresh) + sum(absorbed[row] for row in fresh)
         duration = max(0, end - start - round(overhead * events))
         kind = _kind(span[0].start, name, names[span[0].top - base], ranges)
+        if layers and 0 <= layer_of[span[0].top - base] < len(layers) and not is_enqueue(name):
+            name = named(layers[layer_of[span[0].top - base]], name, kind == OpKind.BACKWARD)
         out.append(DraftOp(name, kind, resource, start, end, duration, rows=[p.owner for p in span]))
     return out
 

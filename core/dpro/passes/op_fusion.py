@@ -107,9 +107,12 @@ class OpFusion:
         ops = self._found[graph]
         inside = set(members)
         inputs = {p for op in members for p in ops.before.get(op, ()) if p not in inside}
+        duration, gap, resource = graph.column("duration"), graph.column("gap"), graph.column("resource")
+        if ops.in_order:  # what its own thread does between is no input: gradients that are there one after another
+            begin, thread = ops.place[members[0]], resource[members[0]]
+            inputs = {p for p in inputs if resource[p] != thread or ops.place[p] < begin}
         ready = max((ops.place[p] for p in inputs), default=-1)
         fused = next(op for op in members if ops.place[op] > ready)
-        duration, gap = graph.column("duration"), graph.column("gap")
         whole = sum(int(duration[op]) + int(gap[op]) for op in members) - int(gap[fused])
         graph.set(fused, "duration", round(share * whole))
         for op in inside - {fused}:
@@ -164,6 +167,9 @@ class _Ops:
                 self._members.setdefault((int(rank[op]), *layer), []).append(op)
         self.ranks = sorted({int(rank[op]) for op in self.place if rank[op] >= 0})
         self._tensors = {tensor.name: t for t, tensor in enumerate(graph.tensors)}
+        resource = graph.column("resource")
+        #: whether a thread runs its ops in order, gradients becoming ready among them (torch)
+        self.in_order = any(resource[op] >= 0 for op in graph.out_op.values())
 
     def of(self, rank: int, region: Region, back: bool) -> list[int]:
         found = chain.from_iterable(self._members.get((rank, layer, back), ()) for layer in region.layers)

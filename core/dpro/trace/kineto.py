@@ -37,6 +37,8 @@ _SYNC_CALLS = frozenset(
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "runtime", "driver", "hip_runtime", "privateuse1_runtime"})
 _KERNEL = frozenset({"kernel", "concurrent_kernel", "gpu_kernel"})
 _MEMCPY = frozenset({"gpu_memcpy", "gpu_memset", "memcpy", "memset"})
+#: The outermost event of a node of a backward pass, with the node's number.
+_BACKWARD = "autograd::engine::evaluate_function"
 _RANK_IN_NAME = re.compile(r"(?:rank|worker|gpu)[_\-.]?(\d+)", re.IGNORECASE)
 _DTYPE_BYTES = {
     "char": 1, "signed char": 1, "unsigned char": 1, "byte": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -182,7 +184,8 @@ class _Reader:
             self.builder.add(name, kind, thread, start, end, flow=flow)
         elif category in ("cpu_op", "operator"):
             self.op_thread[thread] += 1
-            self.builder.add(name, EventKind.CPU_OP, thread, start, end)
+            node = self._integer(args.get("Sequence number")) if name.startswith(_BACKWARD) else -1
+            self.builder.add(name, EventKind.CPU_OP, thread, start, end, flow=node)
         elif category == "user_annotation":
             if name.startswith("gloo:"):
                 self.gloo.append((name, thread, start, end, self._bytes(_shape_bytes(args))))

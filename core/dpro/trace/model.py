@@ -50,14 +50,15 @@ DEVICE_KINDS = (EventKind.KERNEL, EventKind.MEMCPY, EventKind.COLLECTIVE)
 #: start/end: ns
 #: step:      index into RankTrace.step_bounds, -1 outside every step
 #: flow:      joins cause and effect: a launch and its kernel carry the same id; messages of one collective
-#:            carry its tag on the wire (gloo's slot); -1 none
+#:            carry its tag on the wire (gloo's slot); a node of torch's backward pass has its number; -1 none
 #: nbytes:    payload of a collective, copy or message; -1 unknown
 #: peer:      the other rank of a message; of a STREAM_WAIT or SYNC the stream (resource) made to wait
 #:            or waited for; -1 none
 #: offset:    first byte on the directed stream of a message; -1 none
 #: tensor:    index into RankTrace.tensors; -1 none
 #: link:      of a STREAM_WAIT or event SYNC the stream (resource) whose event it waits for, with the
-#:            EVENT_RECORD's id in `flow` where known; -1 none
+#:            EVENT_RECORD's id in `flow` where known; of a CPU_OP the layer (of ``meta.extra["layers"]``) that it is
+#:            of, where that was noted (:mod:`dpro.trace.regions`); -1 none
 COLUMNS: dict[str, str] = {
     "name": "i4",
     "kind": "u1",

@@ -12,6 +12,8 @@ from typing import Any
 
 #: Where a trace's ``meta.extra``, and a graph's ``info``, have them.
 REGIONS = "regions"
+#: Where a trace's ``meta.extra`` has the names of layers that its ops are of, where they are not in the ops' names.
+LAYERS = "layers"
 #: Nobody measures more, and nothing takes longer, ns.
 _MOST_REGIONS, _MOST_NS = 10_000, 1 << 40
 #: What stands before the path of a layer in the name of one of its ops: the model, and the tape for the backward pass.
@@ -76,6 +78,16 @@ def load(told: Any) -> list[Region]:
         and isinstance(one.get("kind"), str)
         and one["kind"] in times
     ]
+
+
+def load_layers(told: Any) -> list[str]:
+    """What is stored under :data:`LAYERS`; none of what is no list of names."""
+    return told if _are_names(told) else []
+
+
+def named(layer: str, op: str, back: bool) -> str:
+    """An op's name with its layer in it, as :class:`LayerOps` finds it again."""
+    return f"{'gradient_tape/' if back else ''}model/{layer}/{op}"
 
 
 class LayerOps:
