@@ -28,6 +28,10 @@ it, and gradients are there at its end; by torch.compile: every block of the mod
 ``clusters_unshaped_ms`` the same with nothing to hold the link back. What lies between is what a step waits for its
 gradients.
 
+``fusions_ms`` there has, in turns, the default, every layer compiled, and what the search makes of the tuner's own capture
+when it may turn buckets or groups alone, layers alone, and both (the plan that it likes best each time, whether or not
+the tuner's trial kept one).
+
 ``python -m benchmarks.speedup --json`` prints ``{place, cuts, cells, summary}``; a cell has the keys ``model, comm,
 link, hosts, default_ms, tuned_ms, autotune_ms, sweep_best_ms, predicted_ms, verdict``, spreads and what was set.
 """
@@ -46,14 +50,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import comms
+from benchmarks import comms, predict
 from benchmarks.cells import COMMS, LINKS, MODELS, Jobs, JobSet, say, slowest_ms
 from benchmarks.matrix import run_matrix
 from benchmarks.tables import speedup_table
 from benchmarks.testbed import TestbedError
 from benchmarks.testbed.network import UNSHAPED, parse_rate
+from dpro.adapter import Knob
 from dpro.errors import DproError
+from dpro.graph.assemble import assemble
 from dpro.plan import Plan
+from dpro.planning import inform
+from dpro.search.critical_path import optimize
+from dpro.trace.store import load
 
 SWEEP_MIB = (0.5, 1, 2, 4, 8, 16)
 #: Of partitions, all of which may be on their way at once, as BytePS has it (its own bound is 3.90625).
@@ -118,6 +127,7 @@ def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, 
     with tempfile.TemporaryDirectory() as runs:
         settings = {**SETTINGS, "runs_dir": runs}
         tuned = job.ask("tune", settings=settings, most_steps=_MOST_STEPS)[0]
+        alone = _alone(Path(runs), jobs.comm) if comms.COMMS[jobs.comm].compiles else {}
     say(f"  {link}: {tuned['verdict'].lower()} after {tuned['steps']} steps: {tuned['reason']}")
     kept = tuned["plan"] if tuned["verdict"] == "KEPT" else None
     total_mib = sum(nbytes for _, nbytes in ready) / _MIB
@@ -150,6 +160,7 @@ def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, 
     found["possible_speedup"] = _possible(job, link, sum(nbytes for _, nbytes in ready))
     if comms.COMMS[jobs.comm].compiles:
         found |= _clusters(job, link, kept, args)
+        found |= _fusions(job, alone, args)
     if tuned["at_start"] and Plan.loads(tuned["at_start"]).cycle_time:
         found |= _started_anew(job, link, Plan.loads(tuned["at_start"]), found["default_ms"], args)
     if comms.COMMS[jobs.comm].launcher == "horovod" and args.autotune_factor:
@@ -251,6 +262,36 @@ def _clusters(job: JobSet, link: str, kept: str | None, args: argparse.Namespace
     job.bed.set_rate(LINKS[link])
     compiled = Plan.loads(kept).compile_regions if kept else None
     return {**found, "compiled_layers": len(compiled or [])}
+
+
+def _alone(runs: Path, comm: str) -> dict[str, str | None]:
+    """The best plans of the capture in ``runs`` that fuse tensors, ops, and both; None where nothing is better."""
+    folder = next((path.parent.parent for path in sorted(runs.glob("*/rank*/trace.npz"))), None)
+    if folder is None:
+        return {}
+    traces = load(folder)
+    graph = assemble(traces)
+    inform(graph, traces)
+    tensors = predict.KNOBS[comms.COMMS[comm].sets]
+    found = {}
+    for name, knobs in (("tensor fusion", tensors), ("op fusion", {Knob.COMPILE_REGIONS})):
+        found[name] = optimize(graph, knobs=knobs, top=1).candidates
+    found["both"] = optimize(graph, knobs={*tensors, Knob.COMPILE_REGIONS}, top=1).candidates
+    return {name: some[0].plan.dumps() if some else None for name, some in found.items()}
+
+
+def _fusions(job: JobSet, plans: dict[str, str | None], args: argparse.Namespace) -> dict[str, Any]:
+    """See the module's ``fusions_ms``."""
+    layers = job.ask("layers")[0]["layers"]
+    if not plans or not layers:
+        return {}
+    arms = {"default": None, "everything": Plan(compile_regions=layers).dumps(), **plans}
+    times = _arms(job, arms, {}, args.rounds, args)
+    return {
+        "fusions_ms": {arm: round(statistics.median(found), 2) for arm, found in times.items()},
+        "fusions_noise_pct": round(100 * max(_noise(found) for found in times.values()), 2),
+        "fusions_set": {name: sorted(Plan.loads(plan).settings()) if plan else [] for name, plan in plans.items()},
+    }
 
 
 def _possible(job: JobSet, link: str, nbytes: int) -> float:
