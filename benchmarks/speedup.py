@@ -28,9 +28,9 @@ it, and gradients are there at its end; by torch.compile: every block of the mod
 ``clusters_unshaped_ms`` the same with nothing to hold the link back. What lies between is what a step waits for its
 gradients.
 
-``fusions_ms`` there has, in turns, the default, every layer compiled, and what the search makes of the tuner's own capture
-when it may turn buckets or groups alone, layers alone, and both (the plan that it likes best each time, whether or not
-the tuner's trial kept one).
+``fusions_ms`` there has, in turns, the default, every layer compiled, and what the search makes of the tuner's own
+capture when it may turn buckets or groups alone, layers alone, and both (the plan that it likes best each time, whether
+or not the tuner's trial kept one).
 
 ``python -m benchmarks.speedup --json`` prints ``{place, cuts, cells, summary}``; a cell has the keys ``model, comm,
 link, hosts, default_ms, tuned_ms, autotune_ms, sweep_best_ms, predicted_ms, verdict``, spreads and what was set.

@@ -16,7 +16,7 @@ from dpro.graph.graph import Graph
 from dpro.passes.ddp_buckets import MIB, assign, limits_bytes
 from dpro.passes.tensor_fusion import Grouping, TensorFusion, captured
 from dpro.replay.oracle import replay_arrays
-from dpro.search.critical_path import optimize
+from dpro.search.critical_path import LEVEL, SAME, optimize
 from dpro.search.defaults import HAND_TRIED_CAPS_MIB, ddp_default, ddp_uniform
 from dpro.search.judge import Judge
 from tests.passes.test_tensor_fusion import state
@@ -70,8 +70,9 @@ def test_few_tensors_are_searched_exactly(graph: Graph) -> None:
     baseline, best = oracle_ms(graph, captured(graph)), brute_force_ms(graph)
     found = optimize(graph, knobs=BOTH)
     assert found.baseline_ms == baseline
-    # 0.3 %: of plans this close only the simplest is offered
-    assert min([c.predicted_ms for c in found.candidates], default=baseline) <= best * 1.003
+    # of plans this close only the simplest is offered, and a list has a handicap
+    close = best * (1 + LEVEL) * (1 + SAME)
+    assert min([c.predicted_ms for c in found.candidates], default=baseline) <= close
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
