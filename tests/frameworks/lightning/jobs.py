@@ -141,6 +141,7 @@ def fit(
     return {
         "name": name,
         "weights": digest(net.net),
+        "compiled": [name for name, part in net.named_modules() if "_compiled_call_impl" in vars(part)],
         "error": error,
         "batches": counter.batches,
         "verdict": outcome.verdict.name if outcome else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dpro.plan import Plan
 from tests.frameworks.launch import Ranks, Result
 
 pytest.importorskip("torch")
@@ -22,8 +24,9 @@ class Jobs:
     name: str
     ranks: Ranks
 
-    def run(self, folder: Path, target: str = "fit", **arguments: Any) -> Result:
-        return self.ranks.run(f"{JOBS}:{target}", folder, env=ELASTIC, lightning=self.name, **arguments).ok()
+    def run(self, folder: Path, target: str = "fit", env: dict[str, str] | None = None, **arguments: Any) -> Result:
+        given = {"env": ELASTIC | (env or {}), "timeout_s": 120.0}
+        return self.ranks.run(f"{JOBS}:{target}", folder, lightning=self.name, **given, **arguments).ok()
 
     def both(self, folder: Path, **arguments: Any) -> Result:
         """With and without the callback: same weights, same number of batches."""
@@ -53,6 +56,18 @@ def test_a_kept_plan_leaves_weights_bit_equal_and_reaches_the_logger(jobs: Jobs,
     assert {"dpro/baseline_ms", "dpro/measured_ms", "dpro/replayed_ms", "dpro/kept"} <= set(value["metrics"][0])
     assert value["metrics"][0]["dpro/kept"] == 1.0
     assert found.values[1]["metrics"] == []
+
+
+def test_a_plans_submodules_are_compiled(jobs: Jobs, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    Plan(compile_regions=["net"]).save(plan)
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "dpro-tests-inductor")}
+    found = jobs.run(tmp_path / "with", env=env, tune="search", callback_arguments={"plan": str(plan)})
+    for value in found.values:
+        assert value["verdict"] == "KEPT", found.logs
+        assert value["compiled"] == ["net"]
+    assert found.lines("not compiled") == []
+    assert found.values[0]["weights"] == found.values[1]["weights"]
 
 
 def test_accumulation_counts_updates(jobs: Jobs, tmp_path: Path) -> None:
