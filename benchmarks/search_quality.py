@@ -12,19 +12,25 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 from unittest.mock import patch
 
 from benchmarks.cells import place, say
+from benchmarks.optimum import best_runs
 from dpro.adapter import Knob
 from dpro.cost.sync import SyncModel
 from dpro.graph.graph import Graph
+from dpro.passes.fused_partition import Fused
 from dpro.passes.tensor_fusion import Grouping, captured
-from dpro.search import critical_path
+from dpro.search import critical_path, fused_partition
 from dpro.search.critical_path import optimize
+from dpro.search.fused_partition import Steps, worth_merging
 from dpro.search.judge import Judge
 from dpro.search.tensor_fusion import Cuts, Timeline, neighbours
+from dpro.search.view import ALL
+from dpro.trace.byteps import DEFAULT_PARTITION_BYTES
+from tests.graph.ps_jobs import layout, model, ps_graph
 from tests.search.graphs import ddp_graph
 
 #: Instances by family.
@@ -117,7 +123,85 @@ def fusion(number: int) -> Outcome:
     return Outcome("fusion", number, n, optimum_ns, judge.step_ns(best), len(rejected), misses)
 
 
-FAMILIES = {"fusion": fusion}
+def partition_graph(rng: random.Random, n: int, workers: int = 1, orderly: bool = False) -> Graph:
+    """A step of ``n`` gradients that go to one server, cut as BytePS cuts them."""
+    sizes = [round(_spread(rng, 1 << 16, 1 << 25)) for _ in range(n)]
+    backward_ns = [round(_spread(rng, 0.1, 10) * MS) for _ in range(n)]
+    pace = _spread(rng, 0.2, 5) * sum(backward_ns) / sum(sizes)
+    where = layout(workers, 1, orderly=orderly)
+    costs = model(
+        where,
+        SyncModel(_spread(rng, 0.01, 2) * MS, pace),
+        copy=SyncModel(_spread(rng, 0.001, 0.2) * MS, rng.uniform(0, 0.8) * pace),
+        add=SyncModel(_spread(rng, 0.001, 0.2) * MS, rng.uniform(0, 0.8) * pace / workers),
+        lags={what: rng.uniform(0, 0.5) * MS for what in ("out", "push", "acknowledge", "ask", "sum", "pull", "in")},
+    )
+    return ps_graph(
+        sizes,
+        DEFAULT_PARTITION_BYTES,
+        where,
+        costs,
+        fwd_ns=round(rng.uniform(0, 1) * sum(backward_ns)),
+        bwd_ns=backward_ns,
+        update_ns=round(rng.uniform(0, 5) * MS),
+        skew_ns=round(rng.uniform(0, 2) * MS),
+    )
+
+
+def partition(number: int) -> Outcome:
+    """The search for groups and parts. Of one worker whose messages do not wait for others' against the exact optimum,
+    which the replay has to confirm; each fourth instance, of one or two workers, against all that there is."""
+    rng = random.Random(f"partition {number}")
+    everything = number % 4 == 3
+    counts = (1, 2, 4) if everything else (1, 2, 4, 8)
+    if everything:
+        graph = partition_graph(rng, rng.randint(2, 4), rng.randint(1, 2), rng.random() < 0.5)
+    else:
+        graph = partition_graph(rng, rng.randint(2, 10))
+    rejected: dict[tuple[Fused, Fused], None] = {}
+
+    def watched(steps: Steps, here: Fused, low: int, merged: Fused) -> bool:
+        worth = worth_merging(steps, here, low, merged)
+        if not worth:
+            rejected[here, merged] = None
+        return worth
+
+    with patch.object(fused_partition, "worth_merging", watched):
+        result = fused_partition.search(graph, time_budget_s=_SECONDS, counts=counts)
+    steps = Steps(graph, float("inf"), ALL, counts)
+    misses = []
+    for here, merged in rejected:
+        before, after = steps.step_ns(here), steps.step_ns(merged)
+        if after * (1 + MISSED) < before:
+            misses.append(f"{here} -> {merged}: {before / MS:.3f} -> {after / MS:.3f} ms")
+    n = len(graph.tensors)
+    if everything:
+        optimum_ns = min(
+            steps.step_ns(tuple(zip(groups, bounds, strict=True)))
+            for groups in groupings(n)
+            for bounds in product(*map(steps.bounds, groups))
+        )
+    else:
+        optimum_ns = _exact_ns(steps, n)
+    found_ns = round((result.candidates[0].predicted_ms if result.candidates else result.baseline_ms) * MS)
+    return Outcome("fusion+partition", number, n, optimum_ns, found_ns, len(rejected), misses)
+
+
+def _exact_ns(steps: Steps, n: int) -> int:
+    runs, _ = best_runs(
+        steps.line,
+        [steps.ready_ns[t] for t in range(n)],
+        lambda first, end: steps.bounds(tuple(range(first, end))),
+        lambda first, end, bound: steps.sizes(tuple(range(first, end)), bound),
+    )
+    best: Fused = tuple((tuple(range(first, end)), bound) for first, end, bound in runs)
+    step_ns, told_ns = steps.step_ns(best), steps.estimate_ns(best)
+    if step_ns != told_ns:
+        raise AssertionError(f"the optimum is {told_ns} ns on the line and {step_ns} ns replayed")
+    return step_ns
+
+
+FAMILIES = {"fusion": fusion, "fusion+partition": partition}
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:

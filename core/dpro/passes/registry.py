@@ -22,6 +22,7 @@ _BUILT_IN = {
     "cycle_time": "dpro.passes.cycle_time:CycleTime",
     "op_fusion": "dpro.passes.op_fusion:OpFusion",
     "tensor_fusion": "dpro.passes.tensor_fusion:TensorFusion",
+    "fused_partition": "dpro.passes.fused_partition:FusedPartition",
     "in_flight": "dpro.passes.in_flight:InFlight",
     "tensor_partition": "dpro.passes.tensor_partition:TensorPartition",
 }
