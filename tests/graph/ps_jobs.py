@@ -76,7 +76,7 @@ def ps_graph(
         graph.add_op("update", OpKind.UPDATE, duration=update_ns, after=[last], **place)
     graph.set_buckets(
         [
-            Bucket((t,), n, add_parts(graph, t, byteps.cut(n, bound), graph.info[INFO], costs))
+            Bucket((t,), n, add_parts(graph, (t,), byteps.cut(n, bound), graph.info[INFO], costs))
             for t, n in enumerate(sizes)
         ]
     )

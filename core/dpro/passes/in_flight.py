@@ -67,7 +67,7 @@ class InFlight:
         buckets = list(graph.buckets)
         gone = {at: b for at, b in enumerate(buckets) if len(b.tensors) == 1 and b.tensors[0] in wanted}
         graph.remove_ops([op for bucket in gone.values() for op in bucket.ops])
-        ways = {bucket.tensors[0]: Way(graph, bucket.tensors[0], ps, model) for bucket in gone.values()}
+        ways = {bucket.tensors[0]: Way(graph, bucket.tensors, ps, model) for bucket in gone.values()}
         parts = pieces(graph, candidate.part_bytes)
         ended: list[dict[int, int]] = []
         for place, before in enumerate(waits([size for _, _, size in parts], candidate.in_flight_bytes)):

@@ -24,6 +24,7 @@ _BUILT_IN = {
     "mixed_precision": "dpro.passes.mixed_precision:MixedPrecision",
     "op_fusion": "dpro.passes.op_fusion:OpFusion",
     "tensor_fusion": "dpro.passes.tensor_fusion:TensorFusion",
+    "fused_partition": "dpro.passes.fused_partition:FusedPartition",
     "in_flight": "dpro.passes.in_flight:InFlight",
     "tensor_partition": "dpro.passes.tensor_partition:TensorPartition",
 }

@@ -79,7 +79,7 @@ class TensorPartition:
         buckets = list(graph.buckets)
         for tensor, nbytes in candidate:
             total = graph.tensors[tensor].nbytes
-            ops = add_parts(graph, tensor, cut(total, nbytes), ps, model)
+            ops = add_parts(graph, (tensor,), cut(total, nbytes), ps, model)
             buckets[place[tensor]] = Bucket((tensor,), total, ops)
         graph.set_buckets(buckets)
         return mark
@@ -97,12 +97,13 @@ class TensorPartition:
         return float(max(held.values(), default=0))
 
 
-def add_parts(graph: Graph, tensor: int, sizes: list[int], ps: Ps, model: PsModel) -> tuple[int, ...]:
-    """Add a gradient's way to the servers and back in parts of ``sizes`` bytes, between its OUT and its IN ops.
+def add_parts(graph: Graph, tensors: Sequence[int], sizes: Sequence[int], ps: Ps, model: PsModel) -> tuple[int, ...]:
+    """Add the way of gradients that go as one to the servers and back, in parts of ``sizes`` bytes, between their OUT
+    and their IN ops.
 
-    Returns its ops; the last one is where all workers have it.
+    Returns its ops; the last one is where all workers have them.
     """
-    way = Way(graph, tensor, ps, model)
+    way = Way(graph, tensors, ps, model)
     for number, size in enumerate(sizes):
         way.add_part(number, size)
     way.add_ends(sum(sizes))
@@ -110,17 +111,23 @@ def add_parts(graph: Graph, tensor: int, sizes: list[int], ps: Ps, model: PsMode
 
 
 class Way:
-    """Adds the ops of one gradient, part by part."""
+    """Adds the ops of one gradient, or of several that go as one under the first one's key, part by part."""
 
-    def __init__(self, graph: Graph, tensor: int, ps: Ps, model: PsModel) -> None:
-        self.graph, self.tensor, self.layout, self.model = graph, tensor, ps.layout, model
+    def __init__(self, graph: Graph, tensors: Sequence[int], ps: Ps, model: PsModel) -> None:
+        self.graph, self.tensors, self.tensor, self.layout, self.model = graph, tensors, tensors[0], ps.layout, model
         ranks = enumerate(self.layout.ranks)
-        self.workers = [(worker, rank) for worker, rank in ranks if (rank, tensor) in graph.out_op]
+        self.workers = [(worker, rank) for worker, rank in ranks if (rank, self.tensor) in graph.out_op]
         links = self.layout.links.values()
         #: links over which workers as well as servers send
         self.shared = {there for there, _ in links} & {back for _, back in links}
         self.ops: list[int] = []
         self.copied_in: dict[int, list[int]] = {rank: [] for _, rank in self.workers}
+        #: by rank the op with which all of it is there
+        self.there = {rank: self._gathered(rank) for _, rank in self.workers}
+
+    def _gathered(self, rank: int) -> int:
+        outs = [self.graph.out_op[rank, t] for t in self.tensors if (rank, t) in self.graph.out_op]
+        return outs[0] if len(outs) == 1 else self._add("gathered", OpKind.LOCAL, rank, outs)
 
     def add_part(
         self, number: int, size: int, after: Mapping[int, Sequence[int]] | None = None, server: int | None = None
@@ -141,7 +148,7 @@ class Way:
             thread = resources(rank)[0]
             copied = self._add(
                 "copy out", OpKind.LOCAL, rank,
-                [self.graph.out_op[rank, self.tensor], *(after or {}).get(rank, ())], thread,
+                [self.there[rank], *(after or {}).get(rank, ())], thread,
                 model.copy(thread).time_ns(size), "out", size, layout.priority(self.tensor),
             )  # fmt: skip
             push = self._add("push", OpKind.SEND, rank, [copied], there, model.link(there).time_ns(size), "push", size)
@@ -165,8 +172,9 @@ class Way:
         ends = []
         for rank, copies in self.copied_in.items():
             ends.append(self._add("pulled", OpKind.RECV, rank, copies))
-            if (rank, self.tensor) in self.graph.in_op:
-                self.graph.add_edge(ends[-1], self.graph.in_op[rank, self.tensor])
+            for tensor in self.tensors:
+                if (rank, tensor) in self.graph.in_op:
+                    self.graph.add_edge(ends[-1], self.graph.in_op[rank, tensor])
         self._add("push_pull", OpKind.LOCAL, -1, ends, nbytes=nbytes)
 
     def _add(

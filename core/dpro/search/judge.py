@@ -198,6 +198,7 @@ class Judge:
             rest_ns=float(max(0, played.makespan_ns - int(handed[-1]))),
             launch_ns=float(graph.info.get("launch_ns", 0)),
             model=graph.info["sync"],
+            in_flight=int(graph.info.get("in_flight", 1)),
         )
 
     def _judge(self, asked: list[tuple[int, ...]]) -> list[Verdict]:

@@ -28,6 +28,7 @@ class Timeline:
     ``ready_ns[j]``: tensor j's gradient is ready on the last rank. ``cum_bytes``, ``cum_copy_ns`` [n + 1]:
     bytes, and host time to hand the reduced gradients on, of the first j tensors. ``host_ns``: the host
     starts to wait for the first bucket; ``rest_ns``: from the last gradient handed on to the step's end.
+    ``in_flight``: collectives that may be under way (here each has the channel to itself, latency and all).
     """
 
     ready_ns: npt.NDArray[np.int64]
@@ -37,6 +38,7 @@ class Timeline:
     rest_ns: float
     launch_ns: float
     model: SyncModel
+    in_flight: int = 1
 
     def __len__(self) -> int:
         return len(self.ready_ns)
@@ -128,8 +130,8 @@ def _units(timeline: Timeline) -> npt.NDArray[np.int64]:
 def neighbours(timeline: Timeline, cuts: Cuts) -> list[Cuts]:
     """Cuts one move away: a cut moved by 1, 2, 4, … tensors, two buckets merged, one split.
 
-    Merges that :func:`fusion_pays` refuses are left out; splits are where half the bytes, and half the
-    waiting for the last gradient, lie.
+    Merges that :func:`fusion_pays` refuses are left out, unless a launch less is worth more to the buckets after them
+    than a later end costs these; splits are where half the bytes, and half the waiting for the last gradient, lie.
     """
     found: list[Cuts] = []
     bounds = (0, *cuts)
@@ -141,8 +143,11 @@ def neighbours(timeline: Timeline, cuts: Cuts) -> list[Cuts]:
             while step < after[0] - low:
                 found += [(*before, moved, *after) for moved in (cut - step, cut + step) if low < moved < after[0]]
                 step *= 2
-            if _merge_pays(timeline, low, cut, after[0], times[max(0, k - 2) : k + 1]):
-                found.append((*before, *after))
+            merged = (*before, *after)
+            if _merge_pays(timeline, low, cut, after[0], times[max(0, k - 2) : k + 1]) or (
+                timeline.launch_ns and timeline.estimate_ns(merged) < timeline.estimate_ns(cuts)
+            ):
+                found.append(merged)
         half_bytes = (timeline.cum_bytes[low] + timeline.cum_bytes[cut]) / 2
         half_time = (timeline.ready_ns[low] + timeline.ready_ns[cut - 1]) / 2
         middles = (
@@ -156,7 +161,13 @@ def neighbours(timeline: Timeline, cuts: Cuts) -> list[Cuts]:
 
 
 def _merge_pays(timeline: Timeline, low: int, cut: int, high: int, times: list[tuple[float, float]]) -> bool:
-    """Theorem 2 for two adjacent buckets; ``times`` of up to three, ending with the second of them."""
+    """Theorem 2 for two adjacent buckets; ``times`` of up to three, ending with the second of them.
+
+    The theorem is one of a channel that takes one after another and time from nobody. Where the latency of one passes
+    beside another's bytes, or transfers take time from the host, it says nothing.
+    """
+    if timeline.in_flight > 1 or timeline.model.steal_ns_per_byte:
+        return True
     first, second = (float(timeline.cum_bytes[b] - timeline.cum_bytes[a]) for a, b in ((low, cut), (cut, high)))
     return fusion_pays(
         ready_ns=times[-1][0] - timeline.launch_ns,

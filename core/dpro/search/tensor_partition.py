@@ -282,18 +282,18 @@ def _bounds(graph: Graph, tensor: int) -> list[int]:
     most = min(MAX_PARTS, nbytes // LEAST_BYTES)
     if most < 2:
         return []
-    star = best_parts(nbytes, *_lines(graph, tensor))
+    star = best_parts(nbytes, *slowest_lines(graph, tensor, nbytes))
     counts = [round(star * factor) for factor in (1, 0.7, 1.4, 0.5, 2)]
     counts += [*_FEW_PARTS, 2 * _FEW_PARTS[-1], 4 * _FEW_PARTS[-1]]
     return list(dict.fromkeys(aligned(-(-nbytes // k)) for k in counts if 1 <= k <= most))
 
 
-def _lines(graph: Graph, tensor: int) -> tuple[SyncModel, SyncModel, SyncModel]:
-    """What the closed form asks for: the slowest way to the tensor's server, the server, the slowest way back."""
+def slowest_lines(graph: Graph, tensor: int, nbytes: int) -> tuple[SyncModel, SyncModel, SyncModel]:
+    """What the closed form asks for: the slowest way to the tensor's server, the server, the slowest way back, of
+    ``nbytes``."""
     ps: Ps = graph.info[INFO]
     model: PsModel = graph.info[MODEL]
     server = ps.layout.server(tensor, 0)
-    nbytes = graph.tensors[tensor].nbytes
     there, back = (
         max((model.link(ps.layout.links[w, server][way]) for w in range(len(ps.layout.ranks))), key=_time_of(nbytes))
         for way in (0, 1)
