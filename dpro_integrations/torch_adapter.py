@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from dpro.session import Session
 from dpro.settings import Settings
 from dpro.trace.model import RankTrace
 from dpro.trace.regions import Region
-from dpro_integrations.torch_compile import CompiledRegions, why_no_compiler
+from dpro_integrations.torch_compile import LIMIT_S, CompiledRegions, why_no_compiler
 from dpro_integrations.torch_regions import LayerMarks, time_regions
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class TorchAdapter:
     _capture: StepCapture | None = None
     #: whether capabilities include compiling, and captures note whose ops are whose
     may_compile = False
+    #: what compiling a plan's submodules may take, s: the others wait in a collective
+    compile_s = LIMIT_S
     _marks: LayerMarks | None = None
     _regions: CompiledRegions | None = None
 
@@ -102,7 +105,8 @@ class TorchAdapter:
             raise PlanError("there is no one module with the parameters that are synchronised")
         if self._regions is None:
             session = Session(Settings(), self.exchange.rank)
-            self._regions = CompiledRegions(module, lambda line: session.say(line, everywhere=True))
+            say = partial(session.say, everywhere=True)
+            self._regions = CompiledRegions(module, say, self.compile_s)
         self._regions.check(plan.compile_regions)
 
     def _set_regions(self, plan: Plan | None) -> None:

@@ -246,6 +246,7 @@ def make_tuner(
             raise DproError("DDP spans only a part of the ranks")
         settings = _patient(Settings.from_env(**given), ddp)
         adapter.may_compile = settings.regions_s > 0
+        adapter.compile_s = min(adapter.compile_s, _patience_s(ddp))
         if not isinstance(plan, Plan):
             file = plan or settings.plan
             plan = Plan.load(Path(file)) if file else None
@@ -262,12 +263,17 @@ def _patient(settings: Settings, ddp: DistributedDataParallel) -> Settings:
 
     A rank waits for at most 3 ``timeout_s`` and 3 ``search_s`` at one meeting.
     """
+    limit_s = _patience_s(ddp)
+    return replace(settings, timeout_s=min(settings.timeout_s, limit_s), search_s=min(settings.search_s, limit_s))
+
+
+def _patience_s(ddp: DistributedDataParallel) -> float:
+    """An eighth of the time-out of the job's collectives; endless where this torch does not tell."""
     try:
         device = torch.device(ddp.device_type)
-        limit_s = ddp.process_group._get_backend(device).options._timeout.total_seconds() / 8
+        return float(ddp.process_group._get_backend(device).options._timeout.total_seconds() / 8)
     except (AttributeError, RuntimeError):
-        return settings  # this torch does not tell
-    return replace(settings, timeout_s=min(settings.timeout_s, limit_s), search_s=min(settings.search_s, limit_s))
+        return float("inf")
 
 
 def autotune(

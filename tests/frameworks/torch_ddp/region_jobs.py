@@ -93,7 +93,7 @@ def searched(mode: str) -> dict[str, Any]:
     import dpro.tuner
     from dpro.planning import make_plans
     from dpro.trace.regions import Region, RegionTime
-    from dpro_integrations import torch_adapter, torch_ddp
+    from dpro_integrations import torch_adapter, torch_ddp, torch_regions
 
     timed: list[Region] = []
     ops: list[str] = []
@@ -114,6 +114,7 @@ def searched(mode: str) -> dict[str, Any]:
         return planned
 
     decide(True)
+    patch(torch_regions, "_LEAST_SHARE", 0.0)  # of a step that waits for its turn on a busy machine
     patch(torch_adapter, "time_regions", shorter)
     patch(torch_ddp, "Tuner", lambda *args, **more: dpro.tuner.Tuner(*args, planner=planner, **more))
     with group():
