@@ -102,7 +102,7 @@ def under_byteps(graph: Graph, workers: int, servers: int) -> Graph:
     out.info |= {INFO: Ps(layout, bounds), MODEL: costs}
     del out.info["sync"]
     parts = {
-        t: add_parts(out, t, cut(out.tensors[t].nbytes, bound), out.info[INFO], costs) for t, bound in bounds.items()
+        t: add_parts(out, (t,), cut(out.tensors[t].nbytes, bound), out.info[INFO], costs) for t, bound in bounds.items()
     }
     out.set_buckets([Bucket((t,), out.tensors[t].nbytes, ops) for t, ops in parts.items()])
     return out
