@@ -32,6 +32,7 @@ from dpro_integrations.torch_adapter import TorchAdapter
 from dpro_integrations.torch_capture import Capture
 from dpro_integrations.torch_exchange import exchange_of_job
 from dpro_integrations.torch_forward import OrderWatch, before_next_forward
+from dpro_integrations.torch_recompute import check_blocks, recompute
 from dpro_integrations.torch_rewrap import (
     HAS_CAP_LIST,
     arguments,
@@ -89,11 +90,14 @@ class TorchDDPAdapter(TorchAdapter):
         self._seen_at = time.monotonic()
         self._longest_s = 0.0
         self._cpu = StepCpu(time.thread_time_ns)
+        self._memory = False
+        #: undoes the re-computation in force
+        self._recomputes: list[Callable[[], None]] = []
 
     def capabilities(self) -> set[Knob]:
         if self.why_not():
             return set()
-        knobs = {Knob.BUCKET_CAP, Knob.BUCKET_VIEW}
+        knobs = {Knob.BUCKET_CAP, Knob.BUCKET_VIEW, Knob.RECOMPUTE}
         if HAS_CAP_LIST:
             knobs.add(Knob.BUCKET_LIST)
         if hasattr(self._ddp, "batched_grad_copy"):
@@ -139,14 +143,17 @@ class TorchDDPAdapter(TorchAdapter):
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return reducer_parameters(self._ddp)
 
+    def meter_memory(self) -> None:
+        self._memory = True
+
     def start_capture(self) -> None:
-        self._capture = Capture(self._ddp, self._longest_s, self._cpu)
+        self._capture = Capture(self._ddp, self._longest_s, self._cpu, self._memory)
 
     def prepare(self, plan: Plan) -> None:
         self._check_fit(plan)
         if reason := self.why_not():
             raise PlanError(f"buckets can't be changed here: {reason}")
-        foreign = sorted(set(plan.settings()) - {"bucket_caps", "tensor_groups", "ddp_options"})
+        foreign = sorted(set(plan.settings()) - {"bucket_caps", "tensor_groups", "ddp_options", "recompute"})
         if foreign:
             raise PlanError(f"DDP has no setting for {foreign[0]!r}")
         if plan.bucket_caps and len(plan.bucket_caps) > 1 and not HAS_CAP_LIST:
@@ -154,23 +161,34 @@ class TorchDDPAdapter(TorchAdapter):
         for option in plan.ddp_options or {}:
             if option not in _OPTIONS or not hasattr(self._ddp, option):
                 raise PlanError(f"this DDP has no option {option!r}")
-        if self._original is None:
+        if not self._recomputes:
+            check_blocks(self._ddp.module, plan.recompute or [])
+        if self._original is None and (plan.bucket_caps or plan.ddp_options):
             self._original = arguments(self._ddp)
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)
-        assert self._original is not None
-        given = dict(self._original)
-        if plan.bucket_caps:
-            given.pop("bucket_cap_mb_list", None)
-            given.pop("bucket_cap_mb", None)
-        rewrap(self._ddp, given | plan_arguments(plan))
+        self._keep_all()
+        check_blocks(self._ddp.module, plan.recompute or [])
+        if self._original is not None:
+            given = dict(self._original)
+            if plan.bucket_caps:
+                given.pop("bucket_cap_mb_list", None)
+                given.pop("bucket_cap_mb", None)
+            rewrap(self._ddp, given | plan_arguments(plan))
+        self._recomputes.append(recompute(self._ddp.module, plan.recompute or []))
 
     def revert(self) -> None:
+        self._keep_all()
         # also where apply failed: a new reducer's first step has a collective that an old one's lacks
         if self._original is not None:
             rewrap(self._ddp, self._original)
             self._original = None
+
+    def _keep_all(self) -> None:
+        """No block is recomputed any more."""
+        while self._recomputes:
+            self._recomputes.pop()()
 
     def close(self) -> None:
         if self._order is not None:

@@ -72,7 +72,7 @@ class ForwardHook:
             del hooks[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHook:
-        return ForwardHook(None)
+        return type(self)(None)
 
     def __reduce__(self) -> Any:
         # not ours: a model that was saved must load where there is no dpro

@@ -38,7 +38,7 @@ def test_built_in() -> None:
 @pytest.mark.usefixtures("installed")
 def test_third_party() -> None:
     built_in = ["batched_copy", "bucket_view", "cycle_time", "in_flight", "op_fusion"]
-    built_in += ["tensor_fusion", "tensor_partition"]
+    built_in += ["tensor_fusion", "tensor_partition", "accumulate", "recompute"]
     assert registry.names() == sorted([*built_in, "missing", "no_pass", "widen"])
     assert isinstance(registry.find("widen"), Widen)
     assert type(registry.find("tensor_fusion")) is TensorFusion  # not to be replaced from outside

@@ -17,10 +17,12 @@ from dpro.graph.graph import Graph
 
 ENTRY_POINT_GROUP = "dpro.passes"
 _BUILT_IN = {
+    "accumulate": "dpro.passes.accumulate:Accumulate",
     "batched_copy": "dpro.passes.batched_copy:BatchedCopy",
     "bucket_view": "dpro.passes.bucket_view:BucketView",
     "cycle_time": "dpro.passes.cycle_time:CycleTime",
     "op_fusion": "dpro.passes.op_fusion:OpFusion",
+    "recompute": "dpro.passes.recompute:Recompute",
     "tensor_fusion": "dpro.passes.tensor_fusion:TensorFusion",
     "in_flight": "dpro.passes.in_flight:InFlight",
     "tensor_partition": "dpro.passes.tensor_partition:TensorPartition",

@@ -174,3 +174,29 @@ def plain(
             tuner.close()
             found = report(ddp, tuner)
         return found
+
+
+def over_budget(budget: int = 0, steps: int = 40, parts: bool = False, **ddp_arguments: Any) -> dict[str, Any]:
+    """A job whose activations are most of its memory; ``budget`` bytes, 0: no dpro. Gives its weights, and what came of
+    it."""
+    from dpro_integrations import torch_ddp
+
+    with group():
+        torch.manual_seed(1)
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Tanh()) for _ in range(6)]
+        ddp = DDP(nn.Sequential(*blocks, nn.Linear(WIDTH, 1)), **ddp_arguments)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+        tuner = torch_ddp.autotune(ddp, optimizer=optimizer, memory_bytes=budget)[1] if budget else None
+        for step in range(steps):
+            optimizer.zero_grad()
+            ddp(batch(step).repeat(256, 1)).square().mean().backward()
+            optimizer.step()
+        found = report(ddp, tuner, forwards=sum("forward" in vars(module) for module in ddp.modules()))
+        if tuner is not None:
+            tuner.close()
+            outcome = tuner.outcome
+            found["plan"] = outcome.plan.settings() if outcome.plan else {}
+            found["predicted_bytes"] = outcome.plan.predicted_bytes if outcome.plan else None
+            found["peak"] = outcome.planned.peak_bytes if outcome.planned else None
+            found["measured"] = [arm.peak_bytes for arm in outcome.arms[1:]]
+        return found
