@@ -114,7 +114,8 @@ class Meter:
         """A step begins. What is there then is counted once, as the second one does: by then what the first frees
         was allocated under the profiler."""
         counts = len(self._base) == 1
-        self._base.append(self._allocated() if counts or not self._base else 0)
+        unseen = 0 if self._on_gpu else self._unseen()
+        self._base.append(allocated_bytes(self._on_gpu) + unseen if counts or not self._base else 0)
         self._steps.append({})
 
     def detach(self) -> None:
@@ -170,16 +171,17 @@ class Meter:
 
         return ended
 
-    def _allocated(self) -> int:
-        """Bytes that are allocated now."""
-        if self._on_gpu:
-            return int(torch.cuda.memory_allocated())
-        storages: dict[int, int] = {}
-        for item in gc.get_objects():
-            if issubclass(type(item), torch.Tensor) and item.layout == torch.strided and item.device.type == "cpu":
-                storage = item.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values()) + self._unseen()
+
+def allocated_bytes(on_gpu: bool) -> int:
+    """Bytes that torch has allocated for tensors now; on the host, for those that Python knows."""
+    if on_gpu:
+        return int(torch.cuda.memory_allocated())
+    storages: dict[int, int] = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor) and item.layout == torch.strided and item.device.type == "cpu":
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 class _ToldHook(ForwardHook):
