@@ -30,8 +30,8 @@ LossOf = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass
-class _State:
-    """``parts`` of each batch; ``watched``: what a step was made of is kept in ``seen``."""
+class Cutting:
+    """How a wrapper's batches are cut: in ``parts``. ``watched``: what a step was made of is kept in ``seen``."""
 
     parts: int = 1
     watched: bool = False
@@ -39,7 +39,7 @@ class _State:
 
 
 #: Wrappers whose steps go through :func:`step`.
-_states: weakref.WeakKeyDictionary[DistributedDataParallel, _State] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[DistributedDataParallel, Cutting] = weakref.WeakKeyDictionary()
 
 
 def step(ddp: DistributedDataParallel, loss_of: LossOf, batch: Any) -> torch.Tensor:
@@ -50,22 +50,27 @@ def step(ddp: DistributedDataParallel, loss_of: LossOf, batch: Any) -> torch.Ten
         loss_of: gives of a model and a batch the mean loss over its samples.
         batch: a tensor, or a tuple, list or dict of tensors, samples first.
     """
-    state = _states.setdefault(ddp, _State())
+    state = cutting(ddp)
     if state.watched:
         state.seen = loss_of, batch
     parts = state.parts
-    if parts < 2 or _samples(batch) % parts:
+    if parts < 2 or samples(batch) % parts:
         loss = loss_of(ddp, batch)
         loss.backward()
         return loss.detach()
     total: torch.Tensor | None = None
     for number in range(parts):
         with ddp.no_sync() if number < parts - 1 else nullcontext():
-            loss = loss_of(ddp, _part(batch, number, parts)) / parts
+            loss = loss_of(ddp, part_of(batch, number, parts)) / parts
             loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
     return total
+
+
+def cutting(ddp: DistributedDataParallel) -> Cutting:
+    """What says how its batches are cut; from now on they can be."""
+    return _states.setdefault(ddp, Cutting())
 
 
 def can_cut(ddp: DistributedDataParallel) -> bool:
@@ -98,7 +103,7 @@ def times(ddp: DistributedDataParallel) -> dict[int, int]:
     if seen is None:
         return {}
     loss_of, batch = seen
-    counts = [parts for parts in PARTS if _samples(batch) >= parts and not _samples(batch) % parts]
+    counts = [parts for parts in PARTS if samples(batch) >= parts and not samples(batch) % parts]
     if not counts:
         return {}
     model, parameters = ddp.module, [p for p in ddp.module.parameters() if p.requires_grad]
@@ -109,7 +114,7 @@ def times(ddp: DistributedDataParallel) -> dict[int, int]:
         return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
 
     try:
-        halves = [gradients(_part(batch, number, counts[0])) for number in range(counts[0])]
+        halves = [gradients(part_of(batch, number, counts[0])) for number in range(counts[0])]
         mean = [sum(parts) / counts[0] for parts in zip(*halves, strict=True)]
         del halves
         _refuse_unlike(mean, gradients(batch))
@@ -122,7 +127,7 @@ def times(ddp: DistributedDataParallel) -> dict[int, int]:
         for _ in range(_TIMES):
             whole_ns.append(_timed(partial(gradients, batch), ddp))
             for parts in counts:
-                part_ns = _timed(partial(gradients, _part(batch, 0, parts)), ddp)
+                part_ns = _timed(partial(gradients, part_of(batch, 0, parts)), ddp)
                 taken[parts].append((part_ns + adding_ns * (parts - 1) / parts) / whole_ns[-1])
         once_ns = statistics.median(whole_ns)
         return {1: round(once_ns)} | {parts: round(once_ns * statistics.median(taken[parts])) for parts in counts}
@@ -149,7 +154,7 @@ def _timed(call: Callable[[], object], ddp: DistributedDataParallel) -> int:
     return max(1, time.perf_counter_ns() - begin)
 
 
-def _samples(batch: Any) -> int:
+def samples(batch: Any) -> int:
     """How many samples there are in all tensors alike; 1, which no number divides, where that is not so."""
     sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in _tensors(batch)}
     return sizes.pop() if len(sizes) == 1 else 1
@@ -162,14 +167,15 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
     return [tensor for value in values for tensor in _tensors(value)]
 
 
-def _part(batch: Any, number: int, parts: int) -> Any:
+def part_of(batch: Any, number: int, parts: int) -> Any:
+    """Part ``number`` of ``parts`` that are equal; what is no tensor stays whole."""
     if isinstance(batch, torch.Tensor):
         size = batch.shape[0] // parts
         return batch[number * size : (number + 1) * size]
     if isinstance(batch, dict):
-        return type(batch)({key: _part(value, number, parts) for key, value in batch.items()})
+        return type(batch)({key: part_of(value, number, parts) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_part(value, number, parts) for value in batch))
+        return type(batch)(*(part_of(value, number, parts) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_part(value, number, parts) for value in batch)
+        return type(batch)(part_of(value, number, parts) for value in batch)
     return batch

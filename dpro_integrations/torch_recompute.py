@@ -9,7 +9,6 @@ change anything else are refused when they are measured (``torch_memory``).
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpro.errors import PlanError
 from dpro_integrations.base import put_on
+from dpro_integrations.torch_forward import StandIn
 from dpro_integrations.torch_memory import NORMS, units, why_not_twice
 
 #: Where a run of modules begins and ends (exclusive) in its Sequential.
@@ -45,31 +45,17 @@ def recompute(model: nn.Module, blocks: Iterable[str]) -> Callable[[], None]:
         PlanError: as :func:`check_blocks`, before anything is changed.
     """
     single, runs = _found(model, blocks)
-    undone = [put_on(module, "forward", _Checkpointed(module, _again(module.forward, [module]))) for module in single]
+    undone = [
+        put_on(module, "forward", StandIn(module, "forward", _again(module.forward, [module]))) for module in single
+    ]
     for chain, cuts in runs.items():
-        undone.append(put_on(chain, "forward", _Checkpointed(chain, _in_runs(chain, sorted(cuts)))))
+        undone.append(put_on(chain, "forward", StandIn(chain, "forward", _in_runs(chain, sorted(cuts)))))
 
     def undo() -> None:
         for one in reversed(undone):
             one()
 
     return undo
-
-
-class _Checkpointed:
-    """A module's forward, on the module itself; a copied or pickled module has the plain one."""
-
-    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        self._module, self._plain, self._call = module, module.forward, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._plain, memo)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._module, "forward")  # of the new module, which has none of its own yet
 
 
 def _found(model: nn.Module, blocks: Iterable[str]) -> tuple[list[nn.Module], dict[nn.Sequential, list[_Run]]]:

@@ -201,4 +201,4 @@ def test_a_copy_is_on_its_own(blocks: list[str]) -> None:
             for parameter in other.parameters():
                 parameter.zero_()
         assert not other(data).any() and net(data).any()
-        assert "Checkpointed" not in repr([vars(module).get("forward") for module in other.modules()])
+        assert "StandIn" not in repr([vars(module).get("forward") for module in other.modules()])

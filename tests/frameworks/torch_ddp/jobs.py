@@ -176,7 +176,7 @@ def plain(
         return found
 
 
-def over_budget(budget: int = 0, steps: int = 40, parts: bool = False, dropout: float = 0.1) -> dict[str, Any]:
+def over_budget(budget: int = 0, steps: int = 26, parts: bool = False, dropout: float = 0.1) -> dict[str, Any]:
     """A job whose activations are most of its memory; ``budget`` bytes, 0: no dpro. Gives its weights, and what came of
     it. ``parts``: its batches can be cut."""
     from dpro_integrations import torch_ddp, torch_micro

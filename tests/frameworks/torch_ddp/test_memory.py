@@ -38,8 +38,8 @@ def test_cannot_be_made_to_fit(ranks: Ranks, tmp_path: Path) -> None:
 def test_micro_batches(ranks: Ranks, tmp_path: Path) -> None:
     """Three tenths of what it takes: batches are cut, which costs next to nothing here. Same weights but for
     rounding, same loss."""
-    plain = ranks.run(JOB, tmp_path / "plain", parts=True, dropout=0.0).ok()
-    peak = ranks.run(JOB, tmp_path / "roomy", parts=True, dropout=0.0, budget=1 << 40).ok().values[0]["peak"]
+    plain = ranks.run(JOB, tmp_path / "roomy", parts=True, dropout=0.0, budget=1 << 40).ok()
+    peak = plain.values[0]["peak"]
     found = ranks.run(JOB, tmp_path / "tight", parts=True, dropout=0.0, budget=round(0.3 * peak)).ok()
     first = found.values[0]
     assert first["verdict"] == "KEPT", first
