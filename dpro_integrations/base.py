@@ -13,9 +13,9 @@ from typing import Any
 
 from dpro.adapter import Adapter, Knob
 from dpro.errors import DproError
+from dpro.meeting import describe
 from dpro.session import Session
 from dpro.settings import Settings
-from dpro.tuner import describe
 
 __all__ = ["Adapter", "Knob", "before_call", "before_the_meeting", "put_on", "step_aside"]
 

@@ -41,6 +41,8 @@ class _Tuning:
         self._tuner: Tuner | None = None
         self._seen_steps = 0
         self._trainer: Any = None
+        self._cutting: Any = None  # how batches are cut, and what undoes that
+        self._whole: Any = None
 
     # -- start and end -------------------------------------------------------------------------
 
@@ -59,8 +61,19 @@ class _Tuning:
         self._seen_steps = trainer.global_step
         try:
             self._tuner = make_tuner(ddp, on_done=self._done, plan=self._plan, **self._settings)
+            if self._tuner is not None and self._tuner.settings.memory_bytes:
+                self._let_cut(trainer, pl_module, ddp)
         except Exception as error:  # the job comes first
             step_aside(error, trainer.global_rank)
+
+    def _let_cut(self, trainer: Any, pl_module: Any, ddp: Any) -> None:
+        """Have batches cut where a plan says so; they are not before."""
+        from dpro_integrations.lightning_micro import cut_training_step, why_whole
+        from dpro_integrations.torch_micro import cutting
+
+        if not why_whole(trainer, pl_module):
+            self._cutting = cutting(ddp)
+            self._whole = cut_training_step(pl_module, self._cutting)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._close()
@@ -79,7 +92,7 @@ class _Tuning:
             self._seen_steps = trainer.global_step
             self._tuner.step()
             if self._tuner.outcome is not None:
-                self._close()
+                self._close(over=False)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._skip()
@@ -114,10 +127,13 @@ class _Tuning:
         if self._tuner is not None:
             self._tuner.skip()
 
-    def _close(self) -> None:
+    def _close(self, over: bool = True) -> None:
         tuner, self._tuner = self._tuner, None
         if tuner is not None:
             tuner.close()
+        if self._cutting is not None and (over or self._cutting.parts == 1):
+            self._cutting = None
+            self._whole()
 
     def _done(self, outcome: Outcome) -> None:
         self.outcome = outcome

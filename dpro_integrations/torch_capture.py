@@ -30,8 +30,9 @@ from dpro.trace import kineto, wire
 from dpro.trace.model import EventKind, RankTrace, Tensor
 from dpro_integrations.host_load import HostLoad, StepCpu
 from dpro_integrations.torch_forward import ForwardHook
+from dpro_integrations.torch_memory import Meter
 from dpro_integrations.torch_regions import LayerMarks
-from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
+from dpro_integrations.torch_rewrap import bucket_bytes, bucket_parameters, reducer_parameters
 
 #: A captured step that lasts longer than any before, so many times and at least so long, or a capture that
 #: writes more, is given up: something else than training is going on.
@@ -56,12 +57,20 @@ class StepCapture:
         on_gpu: the model is on one.
         cpu: of this thread, in steps without us; goes on being told of those that are captured.
         marks: notes which ops are of which submodule; None: nobody asks.
+        meter: makes what tells of memory, where that is wanted.
 
     Raises:
         RuntimeError: a profiler is running already.
     """
 
-    def __init__(self, usual_s: float, on_gpu: bool, cpu: StepCpu, marks: LayerMarks | None = None) -> None:
+    def __init__(
+        self,
+        usual_s: float,
+        on_gpu: bool,
+        cpu: StepCpu,
+        marks: LayerMarks | None = None,
+        meter: Callable[[], Meter] | None = None,
+    ) -> None:
         if _foreign_profiler():
             raise RuntimeError("the job's own profiler is running")
         self._ready: list[int] = []
@@ -75,7 +84,8 @@ class StepCapture:
         plain_ns = _probe_ns()
         self._restore: Callable[[], None] | None = None
         self._tap: wire.Tap | None = None
-        self._profiler: profile | None = _profile(on_gpu)
+        self._meter: Meter | None = None
+        self._profiler: profile | None = _profile(on_gpu, memory=meter is not None)
         self._profiler.start()
         try:
             self._probe_cost_ns = max(0.0, _probe_ns() - plain_ns)
@@ -83,6 +93,8 @@ class StepCapture:
             self._attach()
             if marks is not None:
                 self._handles += marks.attach()
+            if meter is not None:
+                self._meter = meter()
             self._clock_pair = clock_pair_ns()
             self._host = HostLoad()
             if not on_gpu:  # there gradients go by NCCL, past every socket call
@@ -120,7 +132,10 @@ class StepCapture:
             profiler.export_chrome_trace(str(path))
             if path.stat().st_size > LIMIT_BYTES:
                 raise RuntimeError(f"the capture is too large ({path.stat().st_size >> 20} MiB)")
-            trace = kineto.read(path)
+            allocations: list[kineto.Allocation] | None = None if self._meter is None else []
+            trace = kineto.read(path, allocations)
+        if self._meter is not None and allocations is not None:
+            self._meter.add_to(trace, allocations, steps)
         trace.shift(-((first + last) // 2))
         trace.meta.clock = "monotonic"
         overhead_ns = self._overhead_ns(trace, steps) * _stretch(contention)
@@ -169,6 +184,8 @@ class StepCapture:
             self._give_up(f"a captured step did not end within {self._limit_s:.3g} s")
 
     def _open_step(self) -> None:
+        if self._meter is not None:
+            self._meter.begin()
         self._ready.clear()
         self._deadline = time.monotonic() + self._limit_s
         self._range = record_function(f"ProfilerStep#{self._step}")
@@ -207,6 +224,8 @@ class StepCapture:
         with contextlib.ExitStack() as undo:  # runs all of it, last in first out, and raises at the end
             if self._tap is not None:
                 undo.callback(self._tap.stop)
+            if self._meter is not None:
+                undo.callback(self._meter.detach)
             profiler, self._profiler = self._profiler, None
             if profiler is not None:
                 undo.callback(profiler.stop)
@@ -245,13 +264,22 @@ class Capture(StepCapture):
         usual_s: the longest step so far, seconds.
         cpu: of the training thread, per step.
         marks: see :class:`StepCapture`.
+        memory: tell what takes it as well.
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, usual_s: float, cpu: StepCpu, marks: LayerMarks | None = None
+        self,
+        ddp: DistributedDataParallel,
+        usual_s: float,
+        cpu: StepCpu,
+        marks: LayerMarks | None = None,
+        memory: bool = False,
     ) -> None:
         self._ddp = ddp
-        super().__init__(usual_s, ddp.device_type == "cuda", cpu, marks)
+        super().__init__(usual_s, ddp.device_type == "cuda", cpu, marks, self._meter_of_job if memory else None)
+
+    def _meter_of_job(self) -> Meter:
+        return Meter(self._ddp.module, self._ddp.device_type == "cuda", lambda: bucket_bytes(self._ddp))
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return reducer_parameters(self._ddp)
@@ -281,14 +309,14 @@ class Capture(StepCapture):
         return trace
 
 
-def _profile(on_gpu: bool) -> profile:
+def _profile(on_gpu: bool, memory: bool) -> profile:
     if on_gpu and torch.cuda.is_initialized():
-        return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+        return profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=memory)
     try:  # correlation is for kernels, and on the CPU a third of what an event costs
         lean = _ExperimentalConfig(disable_external_correlation=True)
     except TypeError:  # a torch that has no such switch
         lean = None
-    return profile(activities=[ProfilerActivity.CPU], experimental_config=lean)
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=memory, experimental_config=lean)
 
 
 def _probe_ns() -> float:

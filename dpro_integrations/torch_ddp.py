@@ -25,14 +25,17 @@ from dpro.outcome import Outcome
 from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
+from dpro.trace.memory import MICRO
 from dpro.trace.model import GRADIENT_DTYPES, RankTrace
 from dpro.tuner import Tuner
+from dpro_integrations import torch_micro
 from dpro_integrations.base import step_aside
 from dpro_integrations.host_load import StepCpu
 from dpro_integrations.torch_adapter import TorchAdapter
 from dpro_integrations.torch_capture import Capture
 from dpro_integrations.torch_exchange import exchange_of_job
 from dpro_integrations.torch_forward import OrderWatch, before_next_forward
+from dpro_integrations.torch_recompute import check_blocks, recompute
 from dpro_integrations.torch_rewrap import (
     HAS_CAP_LIST,
     arguments,
@@ -45,6 +48,16 @@ from dpro_integrations.torch_rewrap import (
     why_fixed,
 )
 
+#: Of a plan, that can be set here.
+_FIELDS = {
+    "bucket_caps",
+    "tensor_groups",
+    "ddp_options",
+    "gradient_dtype",
+    "compile_regions",
+    "recompute",
+    "accumulate",
+}
 _OPTIONS = ("gradient_as_bucket_view", "batched_grad_copy")
 #: Wrappers that have or had a tuner, so that callback and environment never both tune one job.
 #: Weak on both sides: a model that the job drops must not live on because it was tuned once.
@@ -93,11 +106,16 @@ class TorchDDPAdapter(TorchAdapter):
         self._seen_at = time.monotonic()
         self._longest_s = 0.0
         self._cpu = StepCpu(time.thread_time_ns)
+        self._memory = self._timed = False
+        #: undoes the re-computation in force
+        self._recomputes: list[Callable[[], None]] = []
 
     def capabilities(self) -> set[Knob]:
         if self.why_not():
             return set()
-        knobs = {Knob.BUCKET_CAP, Knob.BUCKET_VIEW}
+        knobs = {Knob.BUCKET_CAP, Knob.BUCKET_VIEW, Knob.RECOMPUTE}
+        if torch_micro.can_cut(self._ddp):
+            knobs.add(Knob.ACCUMULATE)
         if HAS_CAP_LIST:
             knobs.add(Knob.BUCKET_LIST)
         if hasattr(self._ddp, "batched_grad_copy"):
@@ -151,20 +169,35 @@ class TorchDDPAdapter(TorchAdapter):
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return reducer_parameters(self._ddp)
 
+    def meter_memory(self) -> None:
+        self._memory = True
+
     def start_capture(self) -> None:
-        self._capture = Capture(self._ddp, self._longest_s, self._cpu, self._new_marks())
+        self._capture = Capture(self._ddp, self._longest_s, self._cpu, self._new_marks(), self._memory)
+        torch_micro.watch(self._ddp, self._memory and not self._timed)
 
     def stop_capture(self) -> RankTrace:
         trace = super().stop_capture()
         trace.meta.extra[GRADIENT_DTYPES] = gradient_dtypes(self._ddp)
+        try:
+            if self._memory and not self._timed:
+                self._timed = True
+                trace.meta.extra[MICRO] = {str(parts): ns for parts, ns in torch_micro.times(self._ddp).items()}
+        except RuntimeError as error:  # there are other ways to need less memory
+            trace.warnings.append(f"no micro-batches: {error}")
+        finally:
+            torch_micro.watch(self._ddp, False)
         return trace
+
+    def abort_capture(self) -> None:
+        super().abort_capture()
+        torch_micro.watch(self._ddp, False)
 
     def prepare(self, plan: Plan) -> None:
         self._check_fit(plan)
         if reason := self.why_not():
             raise PlanError(f"buckets can't be changed here: {reason}")
-        known = {"bucket_caps", "tensor_groups", "ddp_options", "gradient_dtype", "compile_regions"}
-        foreign = sorted(set(plan.settings()) - known)
+        foreign = sorted(set(plan.settings()) - _FIELDS)
         if foreign:
             raise PlanError(f"DDP has no setting for {foreign[0]!r}")
         if plan.bucket_caps and len(plan.bucket_caps) > 1 and not HAS_CAP_LIST:
@@ -176,32 +209,47 @@ class TorchDDPAdapter(TorchAdapter):
             if option not in _OPTIONS or not hasattr(self._ddp, option):
                 raise PlanError(f"this DDP has no option {option!r}")
         self._check_regions(plan)
-        if self._original is None:
+        if plan.accumulate is not None and not torch_micro.can_cut(self._ddp):
+            raise PlanError("the job's batches can't be cut: its steps do not go through dpro_integrations.torch_micro")
+        if not self._recomputes:
+            check_blocks(self._ddp.module, plan.recompute or [])
+        if self._original is None and (plan.bucket_caps or plan.ddp_options or plan.gradient_dtype):
             self._original = arguments(self._ddp)
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)
-        assert self._original is not None
-        given = dict(self._original)
-        if plan.bucket_caps:
-            given.pop("bucket_cap_mb_list", None)
-            given.pop("bucket_cap_mb", None)
-        self._rewrap(given | plan_arguments(plan))
-        if plan.gradient_dtype:
-            compress(self._ddp, plan.gradient_dtype)
-            self._compressed = True
+        self._keep_all()
+        check_blocks(self._ddp.module, plan.recompute or [])
+        if self._original is not None:
+            given = dict(self._original)
+            if plan.bucket_caps:
+                given.pop("bucket_cap_mb_list", None)
+                given.pop("bucket_cap_mb", None)
+            self._rewrap(given | plan_arguments(plan))
+            if plan.gradient_dtype:
+                compress(self._ddp, plan.gradient_dtype)
+                self._compressed = True
         self._set_regions(plan)
+        self._recomputes.append(recompute(self._ddp.module, plan.recompute or []))
+        torch_micro.set_parts(self._ddp, plan.accumulate or 1)
 
     def revert(self) -> None:
+        self._keep_all()
+        self._set_regions(None)
         # also where apply failed: a new reducer's first step has a collective that an old one's lacks
         if self._original is not None:
-            self._set_regions(None)
             self._rewrap(self._original)
             self._original = None
 
     def _rewrap(self, given: dict[str, Any]) -> None:
         rewrap(self._ddp, given)
         self._compressed = False  # a hook of ours went with the reducer
+
+    def _keep_all(self) -> None:
+        """No block is recomputed any more, no batch cut."""
+        torch_micro.set_parts(self._ddp, 1)
+        while self._recomputes:
+            self._recomputes.pop()()
 
     def close(self) -> None:
         if self._order is not None:

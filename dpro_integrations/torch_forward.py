@@ -1,10 +1,11 @@
-"""Hooks on a model's forward for a step or so, which a job can neither save nor copy by mistake.
+"""Hooks on a model's forward, and what stands in for its methods, which a job can neither save nor copy by mistake.
 
-Knows nothing of tuning. For capture, and for :func:`before_next_forward`.
+Knows nothing of tuning. For capture, for :func:`before_next_forward`, and for plans that change how a module is run.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -91,3 +92,21 @@ class CallHook(ForwardHook):
             self._told(*given)
         else:
             super().__call__(module)
+
+
+class StandIn:
+    """Is put on a module itself, as its method ``name``, and does ``call``; a copied or pickled module has the method
+    that it would have without."""
+
+    def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
+        self._module, self._name, self._call = module, name, call
+        self._plain = getattr(module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._plain, memo)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, self._name)  # of the new module, which has none of its own yet

@@ -160,3 +160,10 @@ def bucket_parameters(ddp: DistributedDataParallel) -> list[list[int]]:
     """Parameter numbers per bucket in force, in launch order; [] before DDP's first rebuild."""
     text = str(ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))
     return [[int(i) for i in part.split()] for part in text.split(",") if part.strip()]
+
+
+def bucket_bytes(ddp: DistributedDataParallel) -> int:
+    """What the reducer's buckets take that no tensor of Python's shows: nothing where gradients are views of them."""
+    if ddp.gradient_as_bucket_view:
+        return 0
+    return sum(p.numel() * p.element_size() for _, p in reducer_parameters(ddp))

@@ -30,7 +30,7 @@ FLOORS: list[set[str]] = [
     {"cost", "replay"},
     {"passes"},
     {"report", "search"},
-    {"tuner", "planning", "session", "outcome"},  # planning and session are pieces of the tuner
+    {"tuner", "planning", "session", "outcome", "meeting"},  # all but the first are pieces of the tuner
     {"cli", "cli_output", "cli_whatif", "__main__", "dpro_integrations"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

@@ -25,6 +25,8 @@ class Knob(Enum):
     IN_FLIGHT = "in_flight"  # BytePS: how many bytes are on their way at once, in what order and parts
     CYCLE_TIME = "cycle_time"  # Horovod: how often its thread goes round; read when a job starts
     COMPILE_REGIONS = "compile_regions"  # Keras: layers that XLA compiles; DDP: submodules, by inductor
+    RECOMPUTE = "recompute"  # blocks whose forward pass runs again before their backward pass
+    ACCUMULATE = "accumulate"  # into how many micro-batches each rank cuts its batch
 
 
 class Exchange(Protocol):
@@ -140,6 +142,14 @@ class RegionTimer(Protocol):
         Args:
             trace: what this rank captured: where the time goes.
         """
+
+
+@runtime_checkable
+class MemoryMeter(Protocol):
+    """An adapter whose capture can tell what takes memory (:mod:`dpro.trace.memory`)."""
+
+    def meter_memory(self) -> None:
+        """Have the captures from now on tell it."""
 
 
 @runtime_checkable

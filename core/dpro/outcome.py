@@ -30,6 +30,8 @@ class Arm:
     plan: Plan | None
     name: str
     predicted_ms: float | None = None
+    #: the most that a rank had allocated at once, bytes; None: not measured
+    peak_bytes: int | None = None
     windows: list[Window] = field(default_factory=list)
 
     def times_ms(self) -> list[float]:

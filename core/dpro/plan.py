@@ -55,6 +55,8 @@ class Plan:
     order: list[str] | None = None
     predicted_ms: float | None = None
     baseline_ms: float | None = None
+    #: The most that a rank has allocated at once, where the plan is there to make the job fit into its memory.
+    predicted_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if type(self.version) is not int:
@@ -78,6 +80,7 @@ class Plan:
         _check("placement", self.placement, _is_str_map)
         _check("order", self.order, _is_names)
         _check("predicted_ms", self.predicted_ms, lambda v: _is_number(v) and v >= 0)
+        _check("predicted_bytes", self.predicted_bytes, lambda v: type(v) is int and v >= 0)
         _check("baseline_ms", self.baseline_ms, lambda v: _is_number(v) and v >= 0)
 
     @property
@@ -87,7 +90,7 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """What the plan changes: the fields that are set, less identity and predictions."""
-        aside = {"version", "fingerprint", "predicted_ms", "baseline_ms"}
+        aside = {"version", "fingerprint", "predicted_ms", "baseline_ms", "predicted_bytes"}
         return {k: v for k, v in asdict(self).items() if v is not None and k not in aside}
 
     def dumps(self) -> str:

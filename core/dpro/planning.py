@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Share of a captured bucket's time from which its latency is worth doubting.
 _LATENCY_MATTERS = 0.02
+#: How far below its budget a plan is to stay, as predicted.
+_MEMORY_MARGIN = 0.01
 #: A capture larger than this is not sent: dpro must not be the job's heaviest message.
 MAX_TRACE_BYTES = 64 << 20
 
@@ -45,6 +47,10 @@ class Planned:
     at_start: list[tuple[str, Plan]] = field(default_factory=list)
     #: why there are no plans, if there are none
     why_none: str = "no plan is predicted to be faster than your settings"
+    #: replayed peak memory of the captured settings, bytes, the largest rank's; None: not measured
+    peak_bytes: int | None = None
+    #: it is above the budget, and the plans are there to make the job fit
+    must_fit: bool = False
     evaluations: int = 0
     search_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
@@ -91,6 +97,7 @@ def inform(graph: Graph, traces: list[RankTrace]) -> None:
     from dpro.graph.assemble import assemble_steps
     from dpro.graph.ps_ops import INFO
     from dpro.search.view import waited_for
+    from dpro.trace.memory import MICRO, load_micro
     from dpro.trace.regions import REGIONS, load
 
     if INFO in graph.info:
@@ -99,6 +106,7 @@ def inform(graph: Graph, traces: list[RankTrace]) -> None:
         return
     graph.info.update(traces[0].meta.library())
     graph.info[GRADIENT_DTYPES] = traces[0].meta.gradient_dtypes()
+    graph.info[MICRO] = {trace.meta.rank: load_micro(trace.meta.extra.get(MICRO)) for trace in traces}
     graph.info[REGIONS] = [region for trace in traces for region in load(trace.meta.extra.get(REGIONS))]
     contention = [trace.meta.contention for trace in traces]
     graph.info["idle_share"] = idle_share(contention)
@@ -176,6 +184,8 @@ def make_plans(
         planned.why_none = "no step could be timed before capture"
         return planned
     inform(graph, traces)
+    if settings.memory_bytes and _made_to_fit(planned, knobs, settings.memory_bytes, settings.search_s):
+        return planned
     # The replay's own clock may run a little fast or slow; what it says of two plans is their ratio.
     for cost, model in _beliefs(graph):
         if model is not None:
@@ -199,6 +209,31 @@ def make_plans(
     if found.evaluations <= 1:
         planned.why_none = found.stopped  # there was nothing to search
     return planned
+
+
+def _made_to_fit(planned: Planned, knobs: set[Knob], budget_bytes: int, budget_s: float) -> bool:
+    """Whether the job is above its memory budget; then its plans are what brings it below, fastest first, if any."""
+    from dpro.replay.memory import peak_bytes
+    from dpro.search.memory import MemorySearch
+
+    assert planned.graph is not None and planned.replay is not None
+    peaks = peak_bytes(planned.graph, planned.replay)
+    if not peaks:
+        planned.warnings.append("memory was not measured: its budget is not looked at")
+        return False
+    planned.peak_bytes = max(peaks.values())
+    if planned.peak_bytes <= budget_bytes:
+        return False
+    search = MemorySearch(planned.graph, knobs, budget_s)
+    measured_ms = timing(planned.unprofiled_ms).median_ms
+    fits = search.fitting(round(budget_bytes * (1 - _MEMORY_MARGIN)))
+    fingerprint = planned.job["fingerprint"]
+    planned.plans = [(fit.name, fit.plan(fingerprint, measured_ms / search.plain.step_ns, measured_ms)) for fit in fits]
+    planned.must_fit = bool(fits)
+    planned.evaluations = search.evaluations
+    least_mb, budget_mb = search.smallest().peak / 1e6, budget_bytes / 1e6
+    planned.why_none = f"nothing that can be set here fits {budget_mb:.1f} MB: the least found is {least_mb:.1f} MB"
+    return True
 
 
 def _beliefs(graph: Graph) -> list[tuple[str, SyncModel | PsModel | None]]:

@@ -39,6 +39,8 @@ class Settings:
     #: budget of rank 0 for timing layers that could be compiled (Keras, DDP); 0: none are compiled. Compiled layers
     #: round otherwise, so that they are yours to allow
     regions_s: float = 0.0
+    #: how many bytes a rank may have allocated at once; above it dpro makes the job fit. 0: no budget
+    memory_bytes: int = 0
     #: how long a rank waits for the others at a meeting point
     timeout_s: float = 30.0
     #: also try DDP's gradient_as_bucket_view: faster where copies count, but code that keeps, detaches or
@@ -59,7 +61,7 @@ class Settings:
         for key, low in least.items():
             if getattr(self, key) < low:
                 raise DproError(f"{key} is {getattr(self, key)}, must be at least {low}")
-        for key in ("min_gain", "search_s", "regions_s", "timeout_s"):
+        for key in ("min_gain", "search_s", "regions_s", "memory_bytes", "timeout_s"):
             if not 0 <= getattr(self, key) < float("inf"):
                 raise DproError(f"{key} is {getattr(self, key)}, must be a finite number of at least 0")
 

@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from dpro.adapter import Adapter, RankLeft, RecordsUnderPlan, RegionTimer, Rehearses
-from dpro.errors import DproError, PlanError
+from dpro.adapter import Adapter, MemoryMeter, RankLeft, RecordsUnderPlan, RegionTimer, Rehearses
+from dpro.errors import PlanError
+from dpro.meeting import describe, largest_peak, offer_given, quietly, same_plan, seed_kept, slowest_of_each_step
 from dpro.outcome import Arm, Outcome, Verdict
 from dpro.plan import Plan
 from dpro.planning import Planned, make_plans, pack_trace, without_steps
 from dpro.session import Session
 from dpro.settings import Settings
+from dpro.trace.memory import MEMORY, load
 from dpro.trace.model import RankTrace
 from dpro.trace.regions import REGIONS, dump
-from dpro.verdict import Comparison, Window, compare, slowest_rank, timing
+from dpro.verdict import Comparison, Window, compare, timing
 
 if TYPE_CHECKING:
     from dpro.search.team import Team
@@ -117,7 +117,7 @@ class Tuner:
         now = self._clock()
         took = None if self._last is None else now - self._last
         self.steps += 1
-        with _seed_kept():
+        with seed_kept():
             try:
                 self._life.send(took)
             except StopIteration:
@@ -144,7 +144,7 @@ class Tuner:
             quietly(self.adapter.exchange.leave)
             quietly(self.adapter.abort_capture)
             where = f"after {self.steps} steps, in the {self.state.value} phase"
-            with _seed_kept():
+            with seed_kept():
                 self._end(Verdict.STEPPED_ASIDE, f"training ended {where}; {self._held()}")
         quietly(self.adapter.close)
 
@@ -167,7 +167,9 @@ class Tuner:
         quietly(self.adapter.close)
 
     def _phases(self) -> _Steps:
-        settings, say = self.settings, self._session.say
+        settings = self.settings
+        if settings.memory_bytes and isinstance(self.adapter, MemoryMeter):
+            self.adapter.meter_memory()
         yield from self._pass(settings.warmup_steps)
 
         self.state = State.BASELINE
@@ -184,7 +186,7 @@ class Tuner:
         else:
             given = self._given
             own = json.dumps({"ms": base_ms, "sha": self._hash(given)}).encode()
-            decision = self._meet("given", own, lambda blobs: self._same_offer(given, blobs))
+            decision = self._meet("given", own, lambda blobs: offer_given(given, blobs))
         self._baseline.windows.append(Window(middle, decision["ms"]))
         self._outcome.baseline_ms = timing(decision["ms"]).median_ms
         arms = [Arm(Plan.loads(p["plan"]), p["name"], p["predicted_ms"]) for p in decision["plans"]]
@@ -203,9 +205,11 @@ class Tuner:
             self._end(Verdict.SUGGESTED, "nothing was changed; DPRO_PLAN=<its plan.json> tries the first plan")
             return
 
+        if decision["must_fit"] and settings.memory_bytes:
+            yield from self._make_fit(arms)
+            return
         for arm in arms:
-            say(f"trying {arm.name}" + (f", predicted {arm.predicted_ms:.1f} ms/step" if arm.predicted_ms else ""))
-            yield from self._measure(arm)
+            yield from self._try(arm)
         timed = [arm for arm in arms if arm.times_ms()]
         if not timed:
             self._switch(None)
@@ -223,6 +227,43 @@ class Tuner:
                 break  # clear enough either way; else the machine was too noisy to tell: once more
         self._conclude(best, outcome)
 
+    def _try(self, arm: Arm) -> _Steps:
+        predicted = f", predicted {arm.predicted_ms:.1f} ms/step" if arm.predicted_ms else ""
+        self._session.say(f"trying {arm.name}{predicted}")
+        yield from self._measure(arm)
+
+    def _make_fit(self, arms: list[Arm]) -> _Steps:
+        """Keep the fastest plan whose measured peak is within the budget, also one that is slower than what is not.
+
+        The job's own settings are not measured between: they are above the budget.
+        """
+        budget = self.settings.memory_bytes
+        for arm in arms:
+            yield from self._try(arm)
+            arm.peak_bytes = yield from self._peak()
+        fitting = [arm for arm in arms if arm.times_ms() and arm.peak_bytes is not None and arm.peak_bytes <= budget]
+        best = min(fitting or arms, key=lambda arm: timing(arm.times_ms()).median_ms or float("inf"))
+        self._outcome.plan, self._outcome.predicted_ms = best.plan, best.predicted_ms
+        self._outcome.measured_ms = timing(best.times_ms()).median_ms or None
+        self._switch(best.plan if fitting else None)
+        told = f"{(best.peak_bytes or 0) / 1e6:.1f} MB at most on a rank, of {budget / 1e6:.1f} MB"
+        good = Verdict.KEPT, f"it fits: {told}"
+        self._end(*good if fitting else (Verdict.ROLLED_BACK, f"not measured to fit: {told}; your settings are back"))
+
+    def _peak(self) -> Generator[None, int | None, int | None]:
+        """The most that any rank has allocated at once, bytes, over two steps under the settings in force."""
+        self._guard(self.adapter.start_capture)
+        for _ in range(2):
+            yield from self._one_step()
+            if not self._failure:
+                self._guard(self.adapter.mark_step)
+        trace: RankTrace | None = None if self._failure else self._guard(self.adapter.stop_capture)
+        self.adapter.abort_capture()
+        measured = load(trace.meta.extra.get(MEMORY)) if trace is not None else None
+        own = json.dumps(measured and measured.peak).encode()
+        peak: int | None = self._meet("peak", own, largest_peak)["peak"]
+        return peak
+
     def _conclude(self, best: Arm, comparison: Comparison) -> None:
         outcome = self._outcome
         outcome.comparison = comparison
@@ -239,6 +280,8 @@ class Tuner:
     def _capture(self, base_ms: list[float]) -> Generator[None, int | None, RankTrace | None]:
         """Profile a few steps; a failure is kept for the meeting that follows."""
         steps = self.settings.capture_steps
+        if self.settings.memory_bytes:
+            steps = max(2, steps)  # what the first one frees was allocated unseen
         if isinstance(self.adapter, Rehearses):
             yield from self._rehearse(self.adapter, steps)
         if isinstance(self.adapter, RecordsUnderPlan):
@@ -248,7 +291,9 @@ class Tuner:
                 self._switch(plan)
                 yield from self._pass(self.settings.settle_steps)
         self.state = State.CAPTURE
-        self._session.say(f"profiling steps {self.steps + 1} to {self.steps + steps} of {self._rank_count()} ranks")
+        self._session.say(
+            f"profiling steps {self.steps + 1} to {self.steps + steps} of {self.adapter.exchange.world_size} ranks"
+        )
         times: list[int] = []
         interrupted: list[int] = []
         self._guard(self.adapter.start_capture)
@@ -306,13 +351,7 @@ class Tuner:
             {"plan": plan.dumps(), "name": name, "predicted_ms": plan.predicted_ms}
             for name, plan in planned.plans[:limit]
         ]
-        return {"plans": plans, "ms": planned.unprofiled_ms, "why": planned.why_none}
-
-    @staticmethod
-    def _same_offer(plan: Plan, blobs: list[bytes]) -> dict[str, Any]:
-        same_plan(blobs)
-        offer = {"plan": plan.dumps(), "name": "given plan", "predicted_ms": plan.predicted_ms}
-        return {"plans": [offer], "ms": slowest_rank([json.loads(blob)["ms"] for blob in blobs]).tolist()}
+        return {"plans": plans, "ms": planned.unprofiled_ms, "why": planned.why_none, "must_fit": planned.must_fit}
 
     def _measure(self, arm: Arm) -> _Steps:
         """Put ``arm`` in force and time a window of it; every rank gets the slowest rank's times."""
@@ -453,46 +492,3 @@ class Tuner:
         if self._in_force is not None:
             return "the plan under trial stays in force"
         return "your settings are back" if self._touched else "nothing was changed"
-
-    def _rank_count(self) -> int:
-        return self.adapter.exchange.world_size
-
-
-@contextmanager
-def _seed_kept() -> Iterator[None]:
-    """What we import on the way may draw from the generator that the job has seeded."""
-    drawn = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(drawn)
-
-
-def slowest_of_each_step(blobs: list[bytes]) -> dict[str, Any]:
-    """The slowest rank's ms per step, from every rank's JSON list."""
-    return {"ms": slowest_rank([json.loads(blob) for blob in blobs]).tolist()}
-
-
-def same_plan(blobs: list[bytes]) -> dict[str, Any]:
-    """Refuse ranks that hold different plans; say whether their parameters agree."""
-    seen = [json.loads(blob) for blob in blobs]
-    for rank, entry in enumerate(seen):
-        if entry["sha"] != seen[0]["sha"]:
-            raise PlanError(f"rank {rank} holds another plan than rank 0 (hashes differ)")
-    return {"sound": len({entry.get("checksum") for entry in seen}) == 1}
-
-
-def describe(error: BaseException) -> str:
-    """One line for a person: dpro's own errors speak for themselves, others carry their type."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, (DproError, TimeoutError, RankLeft)):
-        return text
-    return f"{type(error).__name__}: {text}"
-
-
-def quietly(call: Callable[[], Any]) -> None:
-    """For clean-up on the way out: nothing that happens there may reach the job."""
-    try:
-        call()
-    except Exception:
-        return

@@ -37,9 +37,16 @@ def test_built_in() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_third_party() -> None:
-    built_in = ["batched_copy", "bucket_view", "compression", "cycle_time", "fused_partition", "in_flight"]
-    built_in += ["mixed_precision", "op_fusion"]
-    built_in += ["tensor_fusion", "tensor_partition"]
+    built_in = [
+        "accumulate",
+        "batched_copy",
+        "bucket_view",
+        "compression",
+        "cycle_time",
+        "fused_partition",
+        "in_flight",
+    ]
+    built_in += ["mixed_precision", "op_fusion", "recompute"]
     assert registry.names() == sorted([*built_in, "missing", "no_pass", "widen"])
     assert isinstance(registry.find("widen"), Widen)
     assert registry.built_in("tensor_fusion") and not registry.built_in("widen")

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from dpro.errors import PlanError
+from dpro.meeting import same_plan
 from dpro.plan import Plan
 from dpro.planning import Planned
 from dpro.trace.model import RankTrace
-from dpro.tuner import Arm, Outcome, State, Verdict, same_plan
+from dpro.tuner import Arm, Outcome, State, Verdict
 from dpro.verdict import Window
 from tests.tuner.fakes import QUICK, Job, Rank, plan, planner
 

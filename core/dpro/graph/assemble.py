@@ -31,10 +31,12 @@ from dpro.graph.draft import DraftOp, Local
 from dpro.graph.graph import NO_RESOURCE, Bucket, Graph, OpKind, TensorInfo
 from dpro.graph.horovod import is_horovod, with_responses
 from dpro.graph.local import build_local
+from dpro.graph.memory import place
 from dpro.graph.ps import Partitions, apart, is_ps
 from dpro.graph.spans import common_steps, one_clock, span_ns, unprofiled_ns
 from dpro.graph.threads import costly_names
 from dpro.graph.wire import Exchange, read_wire
+from dpro.trace.memory import MEMORY
 from dpro.trace.model import RankTrace
 
 #: No launch takes longer to reach an idle device; a longer gap before a kernel has another cause.
@@ -179,6 +181,8 @@ class _Assembly:
             in_flight=1 if self.negotiated else IN_FLIGHT,
         )
         self._add_tensors()
+        placed = [(local.rank, place(t, local, self.ids)) for t, local in zip(traces, self.locals, strict=True)]
+        graph.info[MEMORY] = {rank: memory for rank, memory in placed if memory is not None}
 
     # -- collectives -----------------------------------------------------------------------------
 

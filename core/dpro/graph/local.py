@@ -216,6 +216,7 @@ class _Device:
                 duration=end - start,
                 nbytes=nbytes,
                 collective=row if is_collective else -1,
+                rows=[] if call is None else [call],
             )
             op.after(before)
             if host is not None:

@@ -17,12 +17,14 @@ from dpro.graph.graph import Graph
 
 ENTRY_POINT_GROUP = "dpro.passes"
 _BUILT_IN = {
+    "accumulate": "dpro.passes.accumulate:Accumulate",
     "batched_copy": "dpro.passes.batched_copy:BatchedCopy",
     "bucket_view": "dpro.passes.bucket_view:BucketView",
     "compression": "dpro.passes.compression:Compression",
     "cycle_time": "dpro.passes.cycle_time:CycleTime",
     "mixed_precision": "dpro.passes.mixed_precision:MixedPrecision",
     "op_fusion": "dpro.passes.op_fusion:OpFusion",
+    "recompute": "dpro.passes.recompute:Recompute",
     "tensor_fusion": "dpro.passes.tensor_fusion:TensorFusion",
     "fused_partition": "dpro.passes.fused_partition:FusedPartition",
     "in_flight": "dpro.passes.in_flight:InFlight",

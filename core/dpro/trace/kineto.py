@@ -46,10 +46,14 @@ _DTYPE_BYTES = {
     "float": 4, "int": 4, "double": 8, "long": 8, "long int": 8,
 }  # fmt: skip
 
+#: (ns, device type, address, bytes; negative where freed) of one allocation
+Allocation = tuple[int, int, int, int]
 
-def read(path: Path) -> RankTrace:
+
+def read(path: Path, memory: list[Allocation] | None = None) -> RankTrace:
     """Read one Kineto file (``.json`` or gzip) of one rank.
 
+    ``memory``, if given, gets what was allocated and freed (``profile_memory=True``), on the trace's clock.
     ``meta.rank`` is -1 where neither ``distributedInfo`` nor the file name tells it
     (:func:`dpro.trace.store.load` then goes by order).
 
@@ -57,10 +61,13 @@ def read(path: Path) -> RankTrace:
         TraceError: the file cannot be read, is no JSON trace, or holds no usable event.
     """
     file = TraceFile(path)
-    reader = _Reader(path)
+    reader = _Reader(path, wants_memory=memory is not None)
     for record in file.records():
         reader.take(record)
-    return reader.finish(file)
+    trace = reader.finish(file)
+    if memory is not None:
+        memory += [(at + reader.base_ns, device, address, n) for at, device, address, n in reader.memory]
+    return trace
 
 
 def to_ns(value: Any) -> int | None:
@@ -90,8 +97,9 @@ def rank_in_name(path: Path) -> int:
 class _Reader:
     """Turns records into rows; what spans records is put together in :meth:`finish`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, wants_memory: bool) -> None:
         self.path = path
+        self.wants_memory = wants_memory
         self.builder = TraceBuilder(Meta(source=str(path), clock="trace", framework="pytorch"))
         self.counts: Counter[str] = Counter()
         self.profiler_steps: list[tuple[int, int]] = []
@@ -101,10 +109,22 @@ class _Reader:
         self.sized: list[tuple[int, int, int, int]] = []  # nccl annotation: resource, start, end, bytes
         self.gloo: list[tuple[str, str, int, int, int]] = []  # name, resource, start, end, bytes
         self.op_thread: Counter[str] = Counter()
+        self.memory: list[Allocation] = []
+        self.base_ns = 0
 
     def take(self, record: dict[str, Any]) -> None:
         if record.get("ph") == "X":
             self._complete(record)
+        elif self.wants_memory and record.get("name") == "[memory]":
+            self._allocation(record)
+
+    def _allocation(self, record: dict[str, Any]) -> None:
+        at, args = to_ns(record.get("ts")), record.get("args")
+        if at is None or not isinstance(args, dict):
+            return
+        device, address, nbytes = (args.get(key) for key in ("Device Type", "Addr", "Bytes"))
+        if type(device) is int and type(address) is int and type(nbytes) is int and abs(nbytes) < _MAX_BYTES:
+            self.memory.append((at, device, address, nbytes))
 
     def _complete(self, record: dict[str, Any]) -> None:
         category = str(record.get("cat", "")).lower()
@@ -242,6 +262,7 @@ class _Reader:
         base = header.get("baseTimeNanoseconds")
         if type(base) is int and -_MAX_TIME_NS < base < _MAX_TIME_NS - int(trace.end.max()):
             trace.shift(base)
+            self.base_ns = base
         elif type(base) is int:
             self.counts["base time out of range not applied"] += 1
         trace.warnings += [f"{count} {what}" for what, count in sorted(self.counts.items())]

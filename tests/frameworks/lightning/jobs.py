@@ -171,3 +171,51 @@ def both_activations(lightning: str) -> dict[str, Any]:
     patch(DDP, "__init__", DDP.__init__)  # back to the original for the next job, whatever happens
     found = fit(lightning, "search")
     return found | {"restored": DDP.__init__ is construct}
+
+
+def over_budget(lightning: str, budget: int, steps: int = 26) -> dict[str, Any]:
+    """A job whose activations are most of its memory, with nothing but micro-batches to choose. ``budget`` bytes."""
+    from dpro.adapter import Knob
+    from dpro_integrations.torch_ddp import TorchDDPAdapter
+
+    offered = TorchDDPAdapter.capabilities
+    patch(TorchDDPAdapter, "capabilities", lambda self: offered(self) - {Knob.RECOMPUTE})
+    torch.set_num_threads(1)
+    module = importlib.import_module(lightning)
+
+    class Wide(module.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(6)
+
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+            loss = self.net(batch[0].repeat_interleave(256, 0)).square().mean()
+            self.log("loss", loss)
+            return {"loss": loss}
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    from dpro_integrations.lightning import DproCallback
+
+    callback = DproCallback(memory_bytes=budget)
+    trainer = module.Trainer(
+        strategy="ddp", devices=2, accelerator="cpu", max_steps=steps, callbacks=[callback], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    net = Wide()
+    trainer.fit(net, data(steps))
+    settle()
+    dist.destroy_process_group()
+    left = sorted(set(vars(net)) & {"training_step", "optimizer_zero_grad", "log", "log_dict"})
+    outcome = callback.outcome
+    assert outcome is not None
+    return {
+        "values": [float(p.double().sum()) for p in net.parameters()],
+        "left": left,
+        "verdict": outcome.verdict.name,
+        "reason": outcome.reason,
+        "peak": outcome.planned.peak_bytes if outcome.planned else None,
+        "plan": outcome.plan.settings() if outcome.plan else {},
+        "measured": [arm.peak_bytes for arm in outcome.arms[1:]],
+    }

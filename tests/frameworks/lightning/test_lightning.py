@@ -131,3 +131,16 @@ def test_the_callback_and_the_environment_tune_once(jobs: Jobs, tmp_path: Path) 
 def test_modes_that_change_nothing(jobs: Jobs, tmp_path: Path, mode: str) -> None:
     found = jobs.both(tmp_path, steps=20, callback_arguments={"mode": mode})
     assert found.values[0]["verdict"] == {"observe": "OBSERVED", "suggest": "SUGGESTED"}[mode]
+
+
+def test_a_job_over_its_budget_has_its_batches_cut(jobs: Jobs, tmp_path: Path) -> None:
+    """Against a job below its budget: same weights but for rounding, and nothing left on the module."""
+    roomy = jobs.run(tmp_path / "roomy", "over_budget", budget=1 << 40).values
+    peak = roomy[0]["peak"]
+    found = jobs.run(tmp_path / "tight", "over_budget", budget=round(0.7 * peak)).values
+    assert found[0]["verdict"] == "KEPT", found[0]
+    assert found[0]["plan"]["accumulate"] > 1 and not roomy[0]["plan"].get("accumulate")
+    assert all(measured <= 0.7 * peak for measured in found[0]["measured"])
+    for tight, whole in zip(found, roomy, strict=True):
+        assert tight["values"] == pytest.approx(whole["values"], abs=1e-4, rel=1e-5)
+        assert tight["left"] == []

@@ -174,3 +174,40 @@ def plain(
             tuner.close()
             found = report(ddp, tuner)
         return found
+
+
+def over_budget(budget: int = 0, steps: int = 26, parts: bool = False, dropout: float = 0.1) -> dict[str, Any]:
+    """A job whose activations are most of its memory; ``budget`` bytes, 0: no dpro. Gives its weights, and what came of
+    it. ``parts``: its batches can be cut."""
+    from dpro_integrations import torch_ddp, torch_micro
+
+    with group():
+        torch.manual_seed(1)
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Tanh()) for _ in range(6)]
+        ddp = DDP(nn.Sequential(*blocks, nn.Linear(WIDTH, 1)))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+        tuner = torch_ddp.autotune(ddp, optimizer=optimizer, memory_bytes=budget)[1] if budget else None
+
+        def loss_of(model: nn.Module, data: dict[str, torch.Tensor]) -> torch.Tensor:
+            return (model(data["x"]) - data["y"]).square().mean()
+
+        losses = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            data = {"x": batch(step).repeat(256, 1), "y": batch(step).repeat(256, 1)[:, :1]}
+            if parts:
+                losses.append(float(torch_micro.step(ddp, loss_of, data)))
+            else:
+                loss_of(ddp, data).backward()
+            optimizer.step()
+        found = report(ddp, tuner, forwards=sum("forward" in vars(module) for module in ddp.modules()))
+        found |= {"losses": losses, "values": [float(p.double().sum()) for p in ddp.parameters()]}
+        if tuner is not None:
+            tuner.close()
+            outcome = tuner.outcome
+            found["plan"] = outcome.plan.settings() if outcome.plan else {}
+            found["predicted_bytes"] = outcome.plan.predicted_bytes if outcome.plan else None
+            found["peak"] = outcome.planned.peak_bytes if outcome.planned else None
+            found["warnings"] = outcome.planned.warnings if outcome.planned else []
+            found["measured"] = [arm.peak_bytes for arm in outcome.arms[1:]]
+        return found

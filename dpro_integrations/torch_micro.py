@@ -1,0 +1,181 @@
+"""Gradient accumulation in a torch job: a step's batch in micro-batches, synchronised after the last.
+
+For that dpro must have a step as a function of its batch: in a plain loop :func:`step` takes the place of the two lines
+that compute a loss and its gradients. Until a plan says otherwise, and wherever the batch cannot be cut into equal
+parts, it does just what these lines did. That the parts' mean gradient is the whole batch's is not believed but
+computed, before any plan is made (:func:`times`): batch norm, dropout, or a loss that is no mean over the samples, are
+found out.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+#: Micro-batches per step that are timed, and how often each.
+PARTS, _TIMES = (2, 4, 8), 5
+#: Share of the largest gradient that rounding may make of a difference between a batch and its parts.
+_ROUNDING = 1e-4
+
+LossOf = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass
+class Cutting:
+    """How a wrapper's batches are cut: in ``parts``. ``watched``: what a step was made of is kept in ``seen``."""
+
+    parts: int = 1
+    watched: bool = False
+    seen: tuple[LossOf, Any] | None = None
+
+
+#: Wrappers whose steps go through :func:`step`.
+_states: weakref.WeakKeyDictionary[DistributedDataParallel, Cutting] = weakref.WeakKeyDictionary()
+
+
+def step(ddp: DistributedDataParallel, loss_of: LossOf, batch: Any) -> torch.Tensor:
+    """Forward and backward pass of one step; the optimizer's is the caller's. Returns the loss, detached.
+
+    Args:
+        ddp: the wrapped model, as :func:`dpro_integrations.torch_ddp.autotune` has it.
+        loss_of: gives of a model and a batch the mean loss over its samples.
+        batch: a tensor, or a tuple, list or dict of tensors, samples first.
+    """
+    state = cutting(ddp)
+    if state.watched:
+        state.seen = loss_of, batch
+    parts = state.parts
+    if parts < 2 or samples(batch) % parts:
+        loss = loss_of(ddp, batch)
+        loss.backward()
+        return loss.detach()
+    total: torch.Tensor | None = None
+    for number in range(parts):
+        with ddp.no_sync() if number < parts - 1 else nullcontext():
+            loss = loss_of(ddp, part_of(batch, number, parts)) / parts
+            loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
+    return total
+
+
+def cutting(ddp: DistributedDataParallel) -> Cutting:
+    """What says how its batches are cut; from now on they can be."""
+    return _states.setdefault(ddp, Cutting())
+
+
+def can_cut(ddp: DistributedDataParallel) -> bool:
+    """Whether the job's steps go through :func:`step`."""
+    return ddp in _states
+
+
+def set_parts(ddp: DistributedDataParallel, parts: int) -> None:
+    """Cut each batch from now on into ``parts``; 1: not at all."""
+    if ddp in _states:
+        _states[ddp].parts = parts
+
+
+def watch(ddp: DistributedDataParallel, watched: bool) -> None:
+    """Keep what the latest step was made of, for :func:`times`, or let go of it."""
+    if ddp in _states:
+        _states[ddp].watched, _states[ddp].seen = watched, None
+
+
+def times(ddp: DistributedDataParallel) -> dict[int, int]:
+    """What a forward and backward pass over a part of the batch takes, parts per batch -> ns; with 1, the whole.
+
+    Away from the training: nothing is accumulated or synchronised, no gradient of the job's is touched. Adding a part's
+    gradients to those before it is counted in. Empty where the job's batch can't be cut.
+
+    Raises:
+        RuntimeError: parts of a batch give other gradients than the batch, or change what the model keeps.
+    """
+    seen = _states[ddp].seen if ddp in _states else None
+    if seen is None:
+        return {}
+    loss_of, batch = seen
+    counts = [parts for parts in PARTS if samples(batch) >= parts and not samples(batch) % parts]
+    if not counts:
+        return {}
+    model, parameters = ddp.module, [p for p in ddp.module.parameters() if p.requires_grad]
+    kept = [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()
+
+    def gradients(part: Any) -> list[torch.Tensor]:
+        found = torch.autograd.grad(loss_of(model, part), parameters, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+    try:
+        halves = [gradients(part_of(batch, number, counts[0])) for number in range(counts[0])]
+        mean = [sum(parts) / counts[0] for parts in zip(*halves, strict=True)]
+        del halves
+        _refuse_unlike(mean, gradients(batch))
+        if any(not torch.equal(old, new) for old, new in zip(kept[0], model.buffers(), strict=True)):
+            raise RuntimeError("a forward pass changes what the model keeps")
+        adding_ns = min(_timed(partial(torch._foreach_add_, mean, mean), ddp) for _ in range(_TIMES))
+        # each part's time beside the whole's, in turns: what else the machine does, it does to both
+        taken: dict[int, list[float]] = {parts: [] for parts in counts}
+        whole_ns = []
+        for _ in range(_TIMES):
+            whole_ns.append(_timed(partial(gradients, batch), ddp))
+            for parts in counts:
+                part_ns = _timed(partial(gradients, part_of(batch, 0, parts)), ddp)
+                taken[parts].append((part_ns + adding_ns * (parts - 1) / parts) / whole_ns[-1])
+        once_ns = statistics.median(whole_ns)
+        return {1: round(once_ns)} | {parts: round(once_ns * statistics.median(taken[parts])) for parts in counts}
+    finally:
+        torch.set_rng_state(kept[1])
+        with torch.no_grad():
+            for old, new in zip(kept[0], model.buffers(), strict=True):
+                new.data.copy_(old)
+
+
+def _refuse_unlike(parts: list[torch.Tensor], whole: list[torch.Tensor]) -> None:
+    largest = max((float(g.abs().max()) for g in whole if g.numel()), default=0.0)
+    apart = max((float((a - b).abs().max()) for a, b in zip(parts, whole, strict=True) if a.numel()), default=0.0)
+    if not apart <= _ROUNDING * largest:
+        raise RuntimeError("parts of a batch give other gradients than the batch (batch norm, dropout, no mean loss)")
+
+
+def _timed(call: Callable[[], object], ddp: DistributedDataParallel) -> int:
+    """One run, ns."""
+    begin = time.perf_counter_ns()
+    call()
+    if ddp.device_type == "cuda":
+        torch.cuda.synchronize()
+    return max(1, time.perf_counter_ns() - begin)
+
+
+def samples(batch: Any) -> int:
+    """How many samples there are in all tensors alike; 1, which no number divides, where that is not so."""
+    sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in _tensors(batch)}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+def part_of(batch: Any, number: int, parts: int) -> Any:
+    """Part ``number`` of ``parts`` that are equal; what is no tensor stays whole."""
+    if isinstance(batch, torch.Tensor):
+        size = batch.shape[0] // parts
+        return batch[number * size : (number + 1) * size]
+    if isinstance(batch, dict):
+        return type(batch)({key: part_of(value, number, parts) for key, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(part_of(value, number, parts) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(part_of(value, number, parts) for value in batch)
+    return batch
