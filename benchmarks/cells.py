@@ -37,13 +37,13 @@ LINKS = {"1gbit": "1gbit", "200mbit": "200mbit", "loopback": UNSHAPED}
 #: How far the hosts' clocks are from the machine's, ns, in turn.
 CLOCKS_NS = (5_000_000, -5_000_000)
 #: The frameworks' own chatter is not what the figures are about.
-_QUIET = {
+QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
 #: A rank has one core. (TensorFlow is told by its loop, torch too.)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MXNET_CPU_WORKER_NTHREADS": "1"}
 #: Keep freed memory: a ResNet50 here gives back and takes again 8,000 pages a step, 0 to 16 ms of it, as chance will.
-_MEMORY = {
+KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
@@ -92,7 +92,7 @@ class JobSet:
         self.jobs, self._timeout_s = jobs, timeout_s
         offsets = [CLOCKS_NS[host % len(CLOCKS_NS)] for host in range(jobs.hosts)]
         self.bed = Testbed(jobs.hosts, UNSHAPED, pin=True, clock_offsets_ns=offsets)
-        self._env = {**_QUIET, **_ONE_THREAD, **_MEMORY, **(env or {})}
+        self._env = {**QUIET, **_ONE_THREAD, **KEEP_MEMORY, **(env or {})}
         self._orders = 0
 
     def __enter__(self) -> JobSet:

@@ -20,7 +20,7 @@ from dpro.plan import Plan
 
 _POLL_S = 0.005
 _LOST_S = 600.0  # a rank that waits longer for an order has lost the driver
-#: Memory that a rank has touched before it begins, in pieces that the allocator keeps (``cells._MEMORY``): what a
+#: Memory that a rank has touched before it begins, in pieces that the allocator keeps (``cells.KEEP_MEMORY``): what a
 #: capture holds scatters free memory, and a step that then takes fresh pages is longer for that alone.
 _HEAP_PIECES, _HEAP_PIECE_BYTES = 48, 16 << 20
 #: Steps before a window that are not timed: caches and connections are another window's.

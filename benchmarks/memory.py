@@ -6,8 +6,9 @@ least it can reach: by re-computation, and by micro-batches where the model allo
 that job. Their peak in a step is what torch's allocator tells: the tensors that there are as it begins, and from there
 every allocation and release (``profile_memory`` of ``torch.profiler``); ``bytes`` are of rank 0. (Added up from the
 job's start it is the same, but for what gloo's threads release, which the profiler does not see.) Their step time is
-measured in turns with the plain job's, in the same processes; the prediction is the plain job's time in these turns
-times the ratio of two replays. Weights after :data:`STEPS` steps are compared with the plain job's.
+measured in turns with the plain job's, in the same processes that keep freed memory: the median over the turns of the
+plan of its ratio to the plain turns around it, times the plain job's median. The prediction is that median times the
+ratio of two replays. Weights after :data:`STEPS` steps are compared with the plain job's.
 
 ``python -m benchmarks.memory --json`` prints last a list of ``model, passes, estimated_bytes, measured_bytes,
 error_pct`` and, where a plan is in force, ``budget_bytes, predicted_ms, measured_ms, time_error_pct, plan,
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.cells import KEEP_MEMORY, QUIET
 from benchmarks.models import NAMES
 from dpro.adapter import Knob, MemoryMeter
 from dpro.plan import Plan
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 STEPS = 4
 #: Turns of the plain job and the plan, steps of each turn that are timed, and that are not.
-TURNS, TIMED, SETTLE = 6, 5, 2
+TURNS, TIMED, SETTLE = 12, 4, 1
 PASSES = {"recompute": Knob.RECOMPUTE, "accumulate": Knob.ACCUMULATE}
 
 
@@ -115,14 +117,15 @@ def measure(model: str, rank: int, folder: Path, plan: Plan | None) -> None:
 def take_turns(model: str, rank: int, folder: Path, plan: Plan) -> None:
     """The job without ``plan`` and with it in turns; leaves the ms of the timed steps in ``folder``."""
     loop = loop_of(model, rank)
-    taken: dict[str, list[float]] = {"plain": [], "plan": []}
-    for turn in range(2 * TURNS):
+    taken: list[list[float]] = []
+    for turn in range(2 * TURNS + 1):
         loop.adapter.apply(plan) if turn % 2 else loop.adapter.revert()
+        taken.append([])
         for step in range(SETTLE + TIMED):
             begin = time.perf_counter()
             loop.step()
             if step >= SETTLE:
-                taken["plan" if turn % 2 else "plain"].append(1e3 * (time.perf_counter() - begin))
+                taken[-1].append(1e3 * (time.perf_counter() - begin))
     (folder / f"ms{rank}.json").write_text(json.dumps(taken))
     loop.close()
 
@@ -153,7 +156,7 @@ def _run(order: str, model: str, folder: Path, ranks: int, plan: Plan | None = N
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
-    quiet = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    quiet = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **KEEP_MEMORY, **QUIET}
     command = [sys.executable, "-m", "benchmarks.memory", "--order", order, "--models", model, "--folder", str(folder)]
     command += ["--plan", plan.dumps()] if plan is not None else []
     processes = [
@@ -170,10 +173,13 @@ def _measured(model: str, folder: Path, ranks: int, plan: Plan | None) -> tuple[
     return json.loads((folder / "peak0.json").read_text())["peak"], np.load(folder / "weights0.npy")
 
 
-def _step_ms(folder: Path, ranks: int) -> dict[str, float]:
-    """Median over the steps of the slowest rank's time."""
+def _step_ms(folder: Path, ranks: int) -> tuple[float, float]:
+    """Of the slowest rank: the plain job's ms per step, and the plan's as a share of it, each turn of the plan held
+    against the plain turns right before and after it. Medians: other work on the machine comes and goes."""
     taken = [json.loads((folder / f"ms{rank}.json").read_text()) for rank in range(ranks)]
-    return {key: statistics.median(map(max, zip(*(ms[key] for ms in taken), strict=True))) for key in taken[0]}
+    turns = [statistics.median(map(max, zip(*turn, strict=True))) for turn in zip(*taken, strict=True)]
+    shares = [2 * turns[k] / (turns[k - 1] + turns[k + 1]) for k in range(1, len(turns), 2)]
+    return statistics.median(turns[::2]), statistics.median(shares)
 
 
 def _percent(value: float, reference: float) -> float:
@@ -194,15 +200,15 @@ def cells(models: list[str], ranks: int) -> list[dict[str, Any]]:
                 plan = fit.plan({}, 1e-6, plain.step_ns / 1e6)
                 measured, other = _measured(model, folder, ranks, plan)
                 _run("turns", model, folder, ranks, plan)
-                ms = _step_ms(folder, ranks)
-                predicted = ms["plain"] * fit.step_ns / plain.step_ns
+                plain_ms, share = _step_ms(folder, ranks)
+                predicted_share = fit.step_ns / plain.step_ns
                 out.append(
                     _row(model, passes, fit.peak, measured) | {
                         "budget_bytes": budget,
-                        "plain_ms": round(ms["plain"], 2),
-                        "predicted_ms": round(predicted, 2),
-                        "measured_ms": round(ms["plan"], 2),
-                        "time_error_pct": _percent(predicted, ms["plan"]),
+                        "plain_ms": round(plain_ms, 2),
+                        "predicted_ms": round(plain_ms * predicted_share, 2),
+                        "measured_ms": round(plain_ms * share, 2),
+                        "time_error_pct": _percent(predicted_share, share),
                         "weights_apart": float(np.abs(weights - other).max()),
                         "plan": plan.settings(),
                     }

@@ -85,6 +85,7 @@ class StepCapture:
         self._restore: Callable[[], None] | None = None
         self._tap: wire.Tap | None = None
         self._meter: Meter | None = None
+        self._unmetered = ""
         self._profiler: profile | None = _profile(on_gpu, memory=meter is not None)
         self._profiler.start()
         try:
@@ -94,7 +95,10 @@ class StepCapture:
             if marks is not None:
                 self._handles += marks.attach()
             if meter is not None:
-                self._meter = meter()
+                try:
+                    self._meter = meter()
+                except RuntimeError as error:  # the rest of the capture is as good as ever
+                    self._unmetered = str(error)
             self._clock_pair = clock_pair_ns()
             self._host = HostLoad()
             if not on_gpu:  # there gradients go by NCCL, past every socket call
@@ -136,6 +140,8 @@ class StepCapture:
             trace = kineto.read(path, allocations)
         if self._meter is not None and allocations is not None:
             self._meter.add_to(trace, allocations, steps)
+        if self._unmetered:
+            trace.warnings.append(self._unmetered)
         trace.shift(-((first + last) // 2))
         trace.meta.clock = "monotonic"
         overhead_ns = self._overhead_ns(trace, steps) * _stretch(contention)

@@ -151,6 +151,7 @@ def make_plans(
     from dpro.graph.horovod import with_responses
     from dpro.graph.ps import is_ps
     from dpro.replay.engine import replay
+    from dpro.replay.memory import peak_bytes
     from dpro.search.critical_path import optimize
 
     traces = [RankTrace.load(io.BytesIO(blob)) for blob in blobs]
@@ -174,6 +175,10 @@ def make_plans(
         graph=graph,
         replay=played,
     )
+    if settings.memory_bytes:
+        planned.peak_bytes = max(peak_bytes(graph, played).values(), default=None)
+        if planned.peak_bytes is None:
+            planned.warnings.append("memory was not measured: its budget is not looked at")
     if not settings.bucket_views:
         knobs = knobs - {Knob.BUCKET_VIEW}
     if not settings.lossy:
@@ -184,7 +189,8 @@ def make_plans(
         planned.why_none = "no step could be timed before capture"
         return planned
     inform(graph, traces)
-    if settings.memory_bytes and _made_to_fit(planned, knobs, settings.memory_bytes, settings.search_s):
+    if (planned.peak_bytes or 0) > settings.memory_bytes > 0:
+        _make_fit(planned, knobs, settings.memory_bytes, settings.search_s)
         return planned
     # The replay's own clock may run a little fast or slow; what it says of two plans is their ratio.
     for cost, model in _beliefs(graph):
@@ -211,19 +217,11 @@ def make_plans(
     return planned
 
 
-def _made_to_fit(planned: Planned, knobs: set[Knob], budget_bytes: int, budget_s: float) -> bool:
-    """Whether the job is above its memory budget; then its plans are what brings it below, fastest first, if any."""
-    from dpro.replay.memory import peak_bytes
+def _make_fit(planned: Planned, knobs: set[Knob], budget_bytes: int, budget_s: float) -> None:
+    """Plans that bring a job below its memory budget, fastest first, if there are any."""
     from dpro.search.memory import MemorySearch
 
-    assert planned.graph is not None and planned.replay is not None
-    peaks = peak_bytes(planned.graph, planned.replay)
-    if not peaks:
-        planned.warnings.append("memory was not measured: its budget is not looked at")
-        return False
-    planned.peak_bytes = max(peaks.values())
-    if planned.peak_bytes <= budget_bytes:
-        return False
+    assert planned.graph is not None
     search = MemorySearch(planned.graph, knobs, budget_s)
     measured_ms = timing(planned.unprofiled_ms).median_ms
     fits = search.fitting(round(budget_bytes * (1 - _MEMORY_MARGIN)))
@@ -233,7 +231,6 @@ def _made_to_fit(planned: Planned, knobs: set[Knob], budget_bytes: int, budget_s
     planned.evaluations = search.evaluations
     least_mb, budget_mb = search.smallest().peak / 1e6, budget_bytes / 1e6
     planned.why_none = f"nothing that can be set here fits {budget_mb:.1f} MB: the least found is {least_mb:.1f} MB"
-    return True
 
 
 def _beliefs(graph: Graph) -> list[tuple[str, SyncModel | PsModel | None]]:

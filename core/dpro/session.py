@@ -183,6 +183,8 @@ def outcome_notes(outcome: Outcome) -> list[str]:
         notes.append(f"predicted step time of the judged plan {error:+.1f} % of the measured one")
     if outcome.capture_overhead_pct is not None:
         notes.append(f"steps took {outcome.capture_overhead_pct:+.1f} % while they were captured")
+    if outcome.planned and outcome.planned.peak_bytes is not None:
+        notes.append(f"a rank has {outcome.planned.peak_bytes / 1e6:.1f} MB at most under your settings, as replayed")
     if (start := outcome.at_start()) is not None:
         name, plan = start
         notes.append(

@@ -178,9 +178,13 @@ def plain(
 
 def over_budget(budget: int = 0, steps: int = 26, parts: bool = False, dropout: float = 0.1) -> dict[str, Any]:
     """A job whose activations are most of its memory; ``budget`` bytes, 0: no dpro. Gives its weights, and what came of
-    it. ``parts``: its batches can be cut."""
+    it. ``parts``: its batches can be cut, and there is nothing else to choose."""
+    from dpro.adapter import Knob
     from dpro_integrations import torch_ddp, torch_micro
 
+    if parts:
+        offered = torch_ddp.TorchDDPAdapter.capabilities
+        patch(torch_ddp.TorchDDPAdapter, "capabilities", lambda self: offered(self) - {Knob.RECOMPUTE})
     with group():
         torch.manual_seed(1)
         blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Tanh()) for _ in range(6)]

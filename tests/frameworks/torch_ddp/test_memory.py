@@ -36,16 +36,16 @@ def test_cannot_be_made_to_fit(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_micro_batches(ranks: Ranks, tmp_path: Path) -> None:
-    """Three tenths of what it takes: batches are cut, which costs next to nothing here. Same weights but for
+    """Seven tenths of what it takes: batches are cut. Same weights but for
     rounding, same loss."""
     plain = ranks.run(JOB, tmp_path / "roomy", parts=True, dropout=0.0, budget=1 << 40).ok()
     peak = plain.values[0]["peak"]
-    found = ranks.run(JOB, tmp_path / "tight", parts=True, dropout=0.0, budget=round(0.3 * peak)).ok()
+    found = ranks.run(JOB, tmp_path / "tight", parts=True, dropout=0.0, budget=round(0.7 * peak)).ok()
     first = found.values[0]
     assert first["verdict"] == "KEPT", first
     assert first["plan"]["accumulate"] > 1
     [measured] = first["measured"]
-    assert measured <= 0.3 * peak and measured == pytest.approx(first["predicted_bytes"], rel=0.05)
+    assert measured <= 0.7 * peak and measured == pytest.approx(first["predicted_bytes"], rel=0.05)
     for with_dpro, without in zip(found.values, plain.values, strict=True):
         assert with_dpro["values"] == pytest.approx(without["values"], abs=1e-4, rel=1e-5)
         assert with_dpro["losses"] == pytest.approx(without["losses"], rel=1e-5)
