@@ -10,8 +10,10 @@ it has, when its time is up; leaves the graph as it found it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 from dpro.cost.ps import MODEL, best_parts, fit_ps
 from dpro.graph.graph import Graph, OpKind
@@ -345,7 +347,7 @@ def neighbours(steps: Steps, here: Fused, places: Iterable[int]) -> Iterator[Fus
                 yield from _moved(steps, here, low)
         for cut_at in _steps_from(len(group)):
             first, second = group[:cut_at], group[cut_at:]
-            for a, b in ((steps.star(first), steps.star(second)), (bound, bound)):
+            for a, b in (*_around(steps, first, second, bound, bound), (steps.star(first), steps.star(second))):
                 yield (*here[:at], (first, a), (second, b), *here[at + 1 :])
 
 
@@ -355,13 +357,23 @@ def worth_merging(steps: Steps, here: Fused, low: int, merged: Fused) -> bool:
 
 
 def _moved(steps: Steps, here: Fused, low: int) -> Iterator[Fused]:
+    """Both cut otherwise at once, with and without gradients that change sides."""
     (first, a), (second, b) = here[low : low + 2]
     both = (*first, *second)
     for cut_at in _steps_from(len(both)):
-        if cut_at != len(first):
-            left, right = both[:cut_at], both[cut_at:]
-            for one, other in ((steps.star(left), steps.star(right)), (a, b)):
-                yield (*here[:low], (left, one), (right, other), *here[low + 2 :])
+        left, right = both[:cut_at], both[cut_at:]
+        for one, other in (*_around(steps, left, right, a, b), (steps.star(left), steps.star(right))):
+            yield (*here[:low], (left, one), (right, other), *here[low + 2 :])
+
+
+def _around(steps: Steps, first: tuple[int, ...], second: tuple[int, ...], a: int, b: int) -> Iterator[tuple[int, int]]:
+    """Bounds of two groups in about the number of parts that ``a`` and ``b`` make of them."""
+    return product(_near(steps.bounds(first), a), _near(steps.bounds(second), b))
+
+
+def _near(bounds: Sequence[int], bound: int) -> Sequence[int]:
+    at = min(range(len(bounds)), key=lambda i: abs(math.log(bounds[i] / bound)))
+    return bounds[max(0, at - 1) : at + 2]
 
 
 def _steps_from(n: int) -> list[int]:
