@@ -311,7 +311,8 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--share", type=float, default=1.0, help="of the instances, the first ones (default all)")
+    parser.add_argument("--share", type=float, default=1.0, help="of the instances (default all)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first instance of each family")
     parser.add_argument("--family", choices=[*FAMILIES], action="append", help="only this one (may be repeated)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args(argv)
@@ -320,7 +321,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     families = {}
     for name in args.family or FAMILIES:
         since = time.monotonic()
-        mine = [FAMILIES[name](number) for number in range(max(1, round(COUNTS[name] * args.share)))]
+        numbers = range(args.first, args.first + max(1, round(COUNTS[name] * args.share)))
+        mine = [FAMILIES[name](number) for number in numbers]
         outcomes += mine
         families[name] = {**summary(mine), "seconds": round(time.monotonic() - since, 1)}
         say(f"{name}: {families[name]}")

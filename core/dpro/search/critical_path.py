@@ -289,8 +289,8 @@ def _compiled(
         found = [_with_regions(graph, buckets, groups, fusion, step_ns, fingerprint, baseline_ns)]
     if knobs & LISTS and (both := with_their_gradients(graph, judge, groups, fusion, step_ns)) is not None:
         fusion, step_ns = both[0], both[1].step_ns
-        best = _candidate(graph, both[1], knobs, fingerprint, baseline_ns)
-        found.insert(0, _with_regions(graph, best, best.groups, fusion, step_ns, fingerprint, baseline_ns))
+        buckets = _candidate(graph, both[1], knobs, fingerprint, baseline_ns)
+        found.insert(0, _with_regions(graph, buckets, buckets.groups, fusion, step_ns, fingerprint, baseline_ns))
     if not found or step_ns >= baseline_ns:
         return []
     for _ in range(COMPILED_ROUNDS):

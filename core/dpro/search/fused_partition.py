@@ -286,6 +286,8 @@ def _walk(steps: Steps, start: Fused) -> Fused:
         steps.rebase(here)
         now = list(here)
         for lead in [here[at][0][0] for at in _on_path(steps, here)]:
+            if steps.out_of_time():
+                return best
             at = next(i for i, (group, _) in enumerate(now) if lead in group)
             now[at] = now[at][0], steps.star(now[at][0])
             if at and _alike(steps, now[at - 1][0], now[at][0]):
@@ -305,14 +307,19 @@ def _climb(steps: Steps, start: Fused) -> None:
     here = start
     while not steps.out_of_time():
         steps.rebase(here)
-        ways = [way for way in dict.fromkeys(neighbours(steps, here, _on_path(steps, here))) if way not in steps.known]
-        if steps.speedups.partial:
-            ways = sorted(ways, key=lambda way: (steps.estimate_ns(way), way))[:_JUDGED]
-        for way in ways:
+        ways: dict[Fused, int] = {}
+        for way in neighbours(steps, here, _on_path(steps, here)):
+            if steps.out_of_time():
+                return
+            if way not in steps.known and way not in ways:
+                ways[way] = steps.estimate_ns(way) if steps.speedups.partial else 0
+        most = _JUDGED if steps.speedups.partial else len(ways)
+        judged = sorted(ways, key=lambda way: (ways[way], way))[:most]
+        for way in judged:
             if steps.out_of_time():
                 return
             steps.step_ns(way)
-        best = min(ways, key=lambda way: (steps.step_ns(way), way), default=here)
+        best = min(judged, key=lambda way: (steps.step_ns(way), way), default=here)
         if steps.step_ns(best) >= steps.step_ns(here):
             return
         here = best
