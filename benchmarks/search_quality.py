@@ -329,7 +329,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for one in mine:
             if one.beyond_pct > 1 or one.misses:
                 say(f"  {name} {one.number}, {one.size}: {one.beyond_pct:.3f} % beyond; {'; '.join(one.misses)}")
-    found = {**summary(outcomes), "families": families, "seconds": round(time.monotonic() - began, 1), **place()}
+    where = {**place(), "seconds": round(time.monotonic() - began)}
+    found = {**summary(outcomes), "families": families, "place": where}
     if args.json:
         print(json.dumps(found))
     else:

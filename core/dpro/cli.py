@@ -201,8 +201,10 @@ def optimize(
     """Search for a faster plan, judged by replay."""
     from dpro.adapter import Knob
     from dpro.passes import registry
+    from dpro.passes.fused_partition import FusedPartition
     from dpro.planning import inform
     from dpro.report import files
+    from dpro.search import fused_partition
     from dpro.search.critical_path import optimize as search
 
     if strategy not in STRATEGIES:
@@ -210,8 +212,12 @@ def optimize(
     if output is not None:
         files.claim(output, path)
     knobs: set[Knob] = set()
-    for name in filter(None, (part.strip() for part in passes.split(","))):
+    names = [name for part in passes.split(",") if (name := part.strip())]
+    for name in names:
         knobs |= registry.find(name).knobs
+    what_if = FusedPartition.name in names
+    if what_if and (len(names) > 1 or output is not None):
+        raise typer.BadParameter(f"{FusedPartition.name} is a what-if: alone, and without -o", param_hint="--passes")
     traces = _load(path)
     graph = _assemble(path, traces)
     # what a plan for the library that was seen can hold
@@ -219,7 +225,7 @@ def optimize(
     knobs = knobs & horovods if graph.info.get("negotiated") else knobs - horovods
     knobs.discard(Knob.PARTITIONS)  # BytePS has one bound for all gradients
     inform(graph, traces)
-    found = search(graph, knobs=knobs, fingerprint=_fingerprint(traces))
+    found = fused_partition.search(graph) if what_if else search(graph, knobs=knobs, fingerprint=_fingerprint(traces))
     best = next(iter([*found.candidates, *found.at_start]), None)
     warnings = list(graph.warnings)
     if best is None:
@@ -229,7 +235,15 @@ def optimize(
             best.plan.save(output)
     if json:
         plans, at_start = (
-            [{"name": c.name, "predicted_ms": c.predicted_ms, "plan": asdict(c.plan)} for c in some]
+            [
+                {
+                    "name": c.name,
+                    "predicted_ms": c.predicted_ms,
+                    "plan": asdict(c.plan) if c.plan.settings() else None,
+                    "groups": [[graph.tensors[t].name for t in group] for group in c.groups],
+                }
+                for c in some
+            ]
             for some in (found.candidates, found.at_start)
         )
         print_json(
@@ -238,7 +252,7 @@ def optimize(
                 "predicted_ms": best.predicted_ms if best else found.baseline_ms,
                 "evaluations": found.evaluations,
                 "seconds": found.seconds,
-                "plan": asdict(best.plan) if best else None,
+                "plan": asdict(best.plan) if best and best.plan.settings() else None,
                 "candidates": plans,
                 "at_start": at_start,
                 "stopped": found.stopped,
@@ -252,7 +266,9 @@ def optimize(
     named = [(c, c.name) for c in found.candidates] + [(c, f"{c.name}, if started so") for c in found.at_start]
     rows += [table.ArmRow(name, c.predicted_ms, ratio=found.baseline_ms / c.predicted_ms) for c, name in named]
     notes = [f"{found.evaluations} replays in {found.seconds:.1f} s; {found.stopped}"]
-    if best is not None:
+    if what_if:
+        notes.append("a what-if: no library fuses what goes to servers")
+    elif best is not None:
         notes.append(f"plan: {output}" if output else "-o plan.json writes the first of these plans")
     console().print(table.verdict_table(rows, "PREDICTED", notes))
     print_warnings(warnings)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks import search_quality
 from benchmarks.optimum import best_runs
 from benchmarks.search_quality import groupings, partition_graph
+from benchmarks.tables import search_table
 from dpro.cost.sync import SyncModel
 from dpro.graph.graph import Graph
 from dpro.passes.fused_partition import Fused
@@ -143,4 +144,5 @@ def test_the_benchmark_prints_what_it_is_asked_for(capsys: pytest.CaptureFixture
     assert found["within_1pct"] >= 90
     assert found["worst_pct"] <= 5
     assert found["filter_misses"] == 0 < found["rejected"]
-    assert {"date", "machine", "commit", "seconds"} <= found.keys()
+    assert {"date", "machine", "commit", "seconds"} == found["place"].keys()
+    assert search_table(found).text.count("| fusion+partition | 4 |") == 1
