@@ -22,15 +22,20 @@ from dpro.adapter import Knob
 from dpro.cost.sync import SyncModel
 from dpro.graph.graph import Graph
 from dpro.passes.fused_partition import Fused
-from dpro.passes.tensor_fusion import Grouping, captured
+from dpro.passes.op_fusion import Fusion, OpFusion
+from dpro.passes.tensor_fusion import Grouping, TensorFusion, captured
+from dpro.replay.engine import replay
 from dpro.search import critical_path, fused_partition
 from dpro.search.critical_path import optimize
 from dpro.search.fused_partition import Steps, worth_merging
 from dpro.search.judge import Judge
+from dpro.search.op_fusion import Times, best_fusion
 from dpro.search.tensor_fusion import Cuts, Timeline, neighbours
 from dpro.search.view import ALL
 from dpro.trace.byteps import DEFAULT_PARTITION_BYTES
+from dpro.trace.regions import REGIONS, Region, RegionTime
 from tests.graph.ps_jobs import layout, model, ps_graph
+from tests.passes.regions import keras_graph
 from tests.search.graphs import ddp_graph
 
 #: Instances by family.
@@ -201,7 +206,95 @@ def _exact_ns(steps: Steps, n: int) -> int:
     return step_ns
 
 
-FAMILIES = {"fusion": fusion, "fusion+partition": partition}
+def regions_graph(rng: random.Random) -> Graph:
+    """A Horovod step of 2 to 7 layers with a weight each, and some runs of them that were timed compiled: half to 1.4
+    times what they take without, forward and backward apart."""
+    n = rng.randint(2, 7)
+    layers = [f"l{i}" for i in range(n)]
+    forward, backward = ({layer: _spread(rng, 0.2, 5) for layer in layers} for _ in range(2))
+    regions = {}
+    for _ in range(rng.randint(1, 6)):
+        first = rng.randrange(n)
+        run = tuple(layers[first : first + rng.randint(1, 4)])
+        plain = [sum(took[layer] for layer in run) * MS for took in (forward, backward)]
+        fused = [took * rng.uniform(0.5, 1.4) for took in plain]
+        time_ns = RegionTime(*(round(ns) for ns in (*plain, *fused)))
+        regions[run] = Region(run, tuple(f"{layer}/kernel" for layer in run), " ".join(run), time_ns)
+    sizes = {layer: round(_spread(rng, 1 << 14, 1 << 24)) for layer in layers}
+    graph = keras_graph(forward, backward, sizes, [*regions.values()], ranks=2)
+    pace = _spread(rng, 0.2, 5) * sum(backward.values()) * MS / sum(sizes.values())
+    graph.info["sync"] = SyncModel(_spread(rng, 0.01, 2) * MS, pace)
+    TensorFusion().apply(graph, _groups((*sorted(rng.sample(range(1, n), rng.randint(0, n - 1))), n)))
+    return graph
+
+
+def op_fusion(number: int) -> Outcome:
+    """The search for regions and buckets together, against all sets of regions that share no layer with all runs."""
+    graph = regions_graph(random.Random(f"op fusion {number}"))
+    misses: dict[str, None] = {}
+    rejected = 0
+
+    def seen(what: str, before: int, after: int) -> None:
+        nonlocal rejected
+        rejected += 1
+        if after * (1 + MISSED) < before:
+            misses[f"{what}: {before / MS:.3f} -> {after / MS:.3f} ms"] = None
+
+    def chosen(graph: Graph, judge: Times, groups: Grouping, start: Fusion = ()) -> tuple[Fusion, int]:
+        fusion, step_ns = best_fusion(graph, judge, groups, start)
+        offered = {region for more in OpFusion().candidates(graph) for region in more}
+        for region in graph.info[REGIONS]:
+            for state in {start, fusion}:
+                if region not in offered and OpFusion().legal(graph, (*state, region)):
+                    before, after = (_fused_ns(graph, one, groups) for one in (state, (*state, region)))
+                    seen(f"{state} and {region.layers}", before, after)
+        return fusion, step_ns
+
+    def climb(judge: Judge, timeline: Timeline) -> None:
+        def watched(timeline: Timeline, cuts: Cuts) -> list[Cuts]:
+            ways = neighbours(timeline, cuts)
+            for merged in (tuple(c for c in cuts if c != gone) for gone in cuts[:-1]):
+                if merged not in ways:
+                    seen(f"{cuts} -> {merged}", judge.step_ns(_groups(cuts)), judge.step_ns(_groups(merged)))
+            return ways
+
+        with patch.object(critical_path, "neighbours", watched):
+            real_climb(judge, timeline)
+
+    real_climb = critical_path._climb
+    with (
+        patch.object(critical_path, "EXHAUSTIVE", 0),
+        patch.object(critical_path, "best_fusion", chosen),
+        patch.object(critical_path, "_climb", climb),
+    ):
+        result = optimize(graph, knobs={Knob.GROUPS, Knob.COMPILE_REGIONS}, time_budget_s=_SECONDS)
+    best = next(iter(result.candidates), None)
+    fusions: tuple[Fusion, ...] = tuple(fusion for _, fusion in best.edits) if best is not None else ()
+    found_ns = _fused_ns(graph, fusions[0] if fusions else (), captured(graph) if best is None else best.groups)
+    n = len(graph.tensors)
+    optimum_ns = min(_fused_ns(graph, fusion, groups) for fusion in _fusions(graph) for groups in groupings(n))
+    return Outcome("op fusion", number, n, optimum_ns, found_ns, rejected, [*misses])
+
+
+def _fusions(graph: Graph) -> Iterator[Fusion]:
+    regions = graph.info[REGIONS]
+    for count in range(len(regions) + 1):
+        for some in combinations(regions, count):
+            if not some or OpFusion().legal(graph, some):
+                yield some
+
+
+def _fused_ns(graph: Graph, fusion: Fusion, groups: Grouping) -> int:
+    """The step with these regions compiled and these buckets."""
+    mark = TensorFusion().apply(graph, groups)
+    try:
+        OpFusion().apply(graph, fusion)
+        return replay(graph).makespan_ns
+    finally:
+        graph.undo(mark)
+
+
+FAMILIES = {"fusion": fusion, "fusion+partition": partition, "op fusion": op_fusion}
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -218,7 +311,8 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--share", type=float, default=1.0, help="of the instances, the first ones (default all)")
+    parser.add_argument("--share", type=float, default=1.0, help="of the instances (default all)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first instance of each family")
     parser.add_argument("--family", choices=[*FAMILIES], action="append", help="only this one (may be repeated)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args(argv)
@@ -227,14 +321,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     families = {}
     for name in args.family or FAMILIES:
         since = time.monotonic()
-        mine = [FAMILIES[name](number) for number in range(max(1, round(COUNTS[name] * args.share)))]
+        numbers = range(args.first, args.first + max(1, round(COUNTS[name] * args.share)))
+        mine = [FAMILIES[name](number) for number in numbers]
         outcomes += mine
         families[name] = {**summary(mine), "seconds": round(time.monotonic() - since, 1)}
         say(f"{name}: {families[name]}")
         for one in mine:
             if one.beyond_pct > 1 or one.misses:
                 say(f"  {name} {one.number}, {one.size}: {one.beyond_pct:.3f} % beyond; {'; '.join(one.misses)}")
-    found = {**summary(outcomes), "families": families, "seconds": round(time.monotonic() - began, 1), **place()}
+    where = {**place(), "seconds": round(time.monotonic() - began)}
+    found = {**summary(outcomes), "families": families, "place": where}
     if args.json:
         print(json.dumps(found))
     else:

@@ -150,6 +150,25 @@ _IDENTITY: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+def search_table(result: dict[str, Any]) -> Table:
+    """Of ``benchmarks.search_quality``."""
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "search for": lambda r: str(r["family"]),
+        "instances": lambda r: str(r["instances"]),
+        "within 1 % of the optimum": lambda r: _pct(r["within_1pct"], ""),
+        "worst": lambda r: f"{r['worst_pct']:.2f} %",
+        "candidates a theorem rejected": lambda r: str(r["rejected"]),
+        "of these better by more than 0.1 %": lambda r: str(r["filter_misses"]),
+        "s": lambda r: f"{r['seconds']:.0f}",
+    }
+    words = (
+        f"{result['instances']} instances, {result['within_1pct']:.1f} % within 1 % of the optimum, "
+        f"worst {result['worst_pct']:.2f} %; {result['filter_misses']} of {result['rejected']} rejections wrong"
+    )
+    rows = [{"family": name, **row} for name, row in result["families"].items()]
+    return Table("search", _document({**result, "cuts": {}}, columns, rows, words))
+
+
 def _document(
     result: dict[str, Any],
     columns: dict[str, Callable[[dict[str, Any]], str]],
@@ -179,14 +198,15 @@ def _pct(value: float, sign: str = "+") -> str:
 def main() -> int:
     """Write the table of a stored result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("kind", choices=["accuracy", "plans", "speedup", "clusters"])
+    parser.add_argument("kind", choices=["accuracy", "plans", "speedup", "clusters", "search"])
     parser.add_argument("result", type=Path, help="what the benchmark printed with --json")
     parser.add_argument("document", type=Path)
     parser.add_argument("--name", help="of the markers, if not that of the kind: a table of some cells only")
     args = parser.parse_args()
-    make = {"accuracy": accuracy_table, "plans": plans_table, "speedup": speedup_table, "clusters": clusters_table}[
-        args.kind
-    ]
+    make = {
+        "accuracy": accuracy_table, "plans": plans_table, "speedup": speedup_table, "clusters": clusters_table,
+        "search": search_table,
+    }[args.kind]  # fmt: skip
     try:
         table = make(json.loads(args.result.read_text()))
         (Table(args.name, table.text) if args.name else table).into(args.document)

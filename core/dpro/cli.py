@@ -201,8 +201,10 @@ def optimize(
     """Search for a faster plan, judged by replay."""
     from dpro.adapter import Knob
     from dpro.passes import registry
+    from dpro.passes.fused_partition import FusedPartition
     from dpro.planning import inform
     from dpro.report import files
+    from dpro.search import fused_partition
     from dpro.search.critical_path import optimize as search
     from dpro.search.others import try_out
 
@@ -213,6 +215,9 @@ def optimize(
     named = {name: registry.find(name) for name in filter(None, (part.strip() for part in passes.split(",")))}
     others = [edit for name, edit in named.items() if not (registry.built_in(name) and edit.knobs)]
     knobs = {knob for edit in named.values() if edit not in others for knob in edit.knobs}
+    what_if = FusedPartition.name in named
+    if what_if and (len(named) > 1 or output is not None):
+        raise typer.BadParameter(f"{FusedPartition.name} is a what-if: alone, and without -o", param_hint="--passes")
     traces = _load(path)
     graph = _assemble(path, traces)
     # what a plan for the library that was seen can hold
@@ -220,7 +225,10 @@ def optimize(
     able = horovods if graph.info.get("negotiated") else set(Knob) - horovods
     able.discard(Knob.PARTITIONS)  # BytePS has one bound for all gradients
     inform(graph, traces)
-    found = search(graph, knobs=knobs & able, fingerprint=_fingerprint(traces))
+    if what_if:  # with a search of its own
+        found, others = fused_partition.search(graph), []
+    else:
+        found = search(graph, knobs=knobs & able, fingerprint=_fingerprint(traces))
     tried = try_out(graph, others, found, knobs=able, fingerprint=_fingerprint(traces))
     best = next(iter([*tried.candidates, *found.at_start]), None)
     warnings = [*graph.warnings, *tried.warnings]
@@ -231,7 +239,15 @@ def optimize(
             best.plan.save(output)
     if json:
         plans, at_start = (
-            [{"name": c.name, "predicted_ms": c.predicted_ms, "plan": asdict(c.plan)} for c in some]
+            [
+                {
+                    "name": c.name,
+                    "predicted_ms": c.predicted_ms,
+                    "plan": asdict(c.plan) if c.plan.settings() else None,
+                    "groups": [[graph.tensors[t].name for t in group] for group in c.groups],
+                }
+                for c in some
+            ]
             for some in (tried.candidates, found.at_start)
         )
         print_json(
@@ -240,7 +256,7 @@ def optimize(
                 "predicted_ms": best.predicted_ms if best else found.baseline_ms,
                 "evaluations": found.evaluations,
                 "seconds": found.seconds,
-                "plan": asdict(best.plan) if best else None,
+                "plan": asdict(best.plan) if best and best.plan.settings() else None,
                 "candidates": plans,
                 "at_start": at_start,
                 "whatifs": [{"name": name, "predicted_ms": ms} for name, ms in tried.whatifs],
@@ -257,7 +273,9 @@ def optimize(
     shown += [(f"{name}, a what-if", ms) for name, ms in tried.whatifs]
     rows += [table.ArmRow(name, ms, ratio=found.baseline_ms / ms if ms else None) for name, ms in shown]
     notes = [f"{found.evaluations} replays in {found.seconds:.1f} s; {found.stopped}"]
-    if best is not None:
+    if what_if:
+        notes.append("a what-if: no library fuses what goes to servers")
+    elif best is not None:
         notes.append(f"plan: {output}" if output else "-o plan.json writes the first of these plans")
     console().print(table.verdict_table(rows, "PREDICTED", notes))
     print_warnings(warnings)

@@ -74,3 +74,50 @@ def test_a_job_that_synchronises_nothing_has_regions_to_choose() -> None:
     assert best.plan.settings() == {"compile_regions": ["b"]}
     nothing = keras_graph({"a": 1}, {"a": 1}, {}, [], ranks=1)
     assert optimize(nothing, knobs={Knob.COMPILE_REGIONS}).stopped == "no layer was timed that XLA could compile"
+
+
+def test_regions_that_pay_only_with_their_gradients_as_one() -> None:
+    """Theorem 3 one way. Layers b, a of 4 and 4 ms backward, gradients of 1 ms each on the channel, 3 ms of latency.
+
+    Apart and uncompiled: a is ready at 10 (2 ms forward), and b's, ready at 6, is done by 10: 14 in all. Compiled
+    (0.8 of it) both are ready at 8: one after the other that is 16; as one 8 + 3 + 2 = 13. As one uncompiled: 15.
+    """
+    pair = region("a,b", 0.8, 0.8, tensors="a/kernel,b/kernel")
+    graph = keras_graph({"a": 1, "b": 1}, {"a": 4, "b": 4}, {"a": MS, "b": MS}, [pair])
+    graph.info["sync"] = type(graph.info["sync"])(latency_ns=3.0 * MS, ns_per_byte=1.0)
+    result = optimize(graph, knobs=KNOBS)
+    assert result.baseline_ms == pytest.approx(14)
+    best = result.candidates[0]
+    assert best.predicted_ms == pytest.approx(13)
+    assert best.plan.compile_regions == ["a", "b"]
+    assert best.plan.tensor_groups == [["b/kernel", "a/kernel"]]
+
+
+def test_regions_that_pay_only_with_the_best_buckets() -> None:
+    """Of three layers of 1 ms each way, the last one's gradient takes 10 ms, c's and b's nothing but the latency of 6.
+
+    Each by itself they are through at 3 + 1 + 3 · 6 + 10 = 32, whatever a, which is ready last, is compiled to; in
+    one at 6 + 6 + 10 = 22, and with a compiled to half (1 ms less) at 21.
+    """
+    half = region("a", 0.5, 0.5)
+    layers = {"a": 1, "b": 1, "c": 1}
+    graph = keras_graph(layers, layers, {"a": 10 * MS, "b": 1, "c": 1}, [half])
+    graph.info["sync"] = type(graph.info["sync"])(latency_ns=6.0 * MS, ns_per_byte=1.0)
+    result = optimize(graph, knobs=KNOBS)
+    assert result.baseline_ms == pytest.approx(32, abs=0.6)
+    best = result.candidates[0]
+    assert best.predicted_ms == pytest.approx(21)
+    assert best.plan.compile_regions == ["a"]
+    assert best.plan.tensor_groups == [["c/kernel", "b/kernel", "a/kernel"]]
+
+
+def test_a_run_is_replaced_by_what_shares_layers_with_it() -> None:
+    """All in one cluster saves most work and is taken first: both gradients are ready at 3.6 ms, done at 9.62.
+
+    Uncompiled it is 4 and 10.02. But with a alone compiled to half b's, which takes 6.01, is ready at 3.5, a's beside
+    it: 9.52.
+    """
+    whole, alone = region("a,b", 0.6, 0.6), region("a", 0.5, 0.5)
+    graph = keras_graph({"a": 1, "b": 1}, {"a": 2, "b": 2}, {"a": 1, "b": 6 * MS}, [whole, alone])
+    best = optimize(graph, knobs=KNOBS).candidates[0]
+    assert best.plan.compile_regions == ["a"]

@@ -114,3 +114,28 @@ def test_theorem_2_where_the_papers_form_is_wrong() -> None:
     # if q_{n-1} is late. Here q_{n-1} = 12 > 10 + (8 - 7), but the channel was busy with n-2 until 11.8:
     # fused it ends at 11.8 + 8 = 19.8, apart at 12 + 7 = 19.
     assert not fusion_pays(ready_ns=10, end_before_last_ns=11.8, end_last_ns=12, sync_ns=7, fused_sync_ns=8)
+
+
+def _line(launch_ns: float = 0.0, steal: float = 0.0, in_flight: int = 1) -> Timeline:
+    """Gradients of 10, 100 and 10 bytes at 1 ns a byte and no latency, ready at 0, 100 and 400."""
+    return Timeline(
+        ready_ns=np.array([0, 100, 400]),
+        cum_bytes=np.array([0, 10, 110, 120]),
+        cum_copy_ns=np.zeros(4, dtype=np.int64),
+        host_ns=400.0,
+        rest_ns=0.0,
+        launch_ns=launch_ns,
+        model=SyncModel(0.0, 1.0, steal_ns_per_byte=steal),
+        in_flight=in_flight,
+    )
+
+
+def test_merges_are_refused_only_where_the_theorem_holds() -> None:
+    # apart the second is through at 200, with the first one at 210
+    assert (2, 3) not in neighbours(_line(), (1, 2, 3))
+    # the last one waits for its gradient whatever they do, and that is there a launch earlier: 400 + 2 · 4 + 10
+    assert _line(launch_ns=4.0).estimate_ns((1, 2, 3)) == 422
+    assert _line(launch_ns=4.0).estimate_ns((2, 3)) == 418
+    assert (2, 3) in neighbours(_line(launch_ns=4.0), (1, 2, 3))
+    assert (2, 3) in neighbours(_line(steal=0.1), (1, 2, 3))
+    assert (2, 3) in neighbours(_line(in_flight=2), (1, 2, 3))

@@ -48,12 +48,14 @@ class OpFusion:
     def candidates(self, graph: Graph) -> Iterator[Fusion]:
         """For each kind all its regions, since what computes alike is decided alike; most saved first.
 
-        None that :func:`fusion_pays` refuses whatever is synchronised.
+        None that :func:`fusion_pays` refuses whatever is synchronised, unless its forward pass gets shorter: gradients
+        of layers after it are then ready earlier, which may be worth more than what its backward pass takes longer.
         """
         kinds: dict[str, list[Region]] = {}
         for region in graph.info.get(REGIONS, ()):
             time = region.time
-            if fusion_pays(first_ns=time.plain_ns, second_ns=0, fused_ns=time.fused_ns, first_sync_ns=0):
+            pays = fusion_pays(first_ns=time.plain_ns, second_ns=0, fused_ns=time.fused_ns, first_sync_ns=0)
+            if pays or time.fused_forward_ns < time.forward_ns:
                 kinds.setdefault(region.kind, []).append(region)
         legal = [tuple(regions) for regions in kinds.values() if self.legal(graph, tuple(regions))]
         yield from sorted(legal, key=lambda fusion: (self.cost(graph, fusion), fusion[0].layers))

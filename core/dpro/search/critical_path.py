@@ -36,7 +36,7 @@ from dpro.replay.engine import replay
 from dpro.search.cycle_time import best_cycles
 from dpro.search.defaults import HAND_TRIED_CAPS_MIB
 from dpro.search.judge import Judge, Verdict
-from dpro.search.op_fusion import Unsynchronised, best_fusion
+from dpro.search.op_fusion import Unsynchronised, best_fusion, with_their_gradients
 from dpro.search.team import Team
 from dpro.search.tensor_fusion import Cuts, Timeline, best_cuts, neighbours
 from dpro.search.view import ALL, Speedups, view
@@ -44,6 +44,8 @@ from dpro.trace.regions import REGIONS
 
 #: Any of them lets it be changed what is synchronised together.
 FUSION = frozenset({Knob.BUCKET_LIST, Knob.BUCKET_CAP, Knob.GROUPS})
+#: Those of any runs of gradients.
+LISTS = frozenset({Knob.BUCKET_LIST, Knob.GROUPS})
 #: The same of how gradients are cut.
 PARTITION = frozenset({Knob.PARTITIONS, Knob.PARTITION_BOUND, Knob.PARTITION_BYTES, Knob.IN_FLIGHT})
 #: All that can be turned where gradients are reduced.
@@ -51,6 +53,8 @@ TURNED = FUSION | {Knob.BUCKET_VIEW, Knob.BATCHED_COPY, Knob.COMPRESSION, Knob.C
 #: Replays granted to the dynamic programme's proposals, and to each round of hill climbing.
 JUDGED_PROPOSALS = 50
 JUDGED_NEIGHBOURS = 16
+#: Times that buckets and regions are searched in turn.
+COMPILED_ROUNDS = 3
 #: With no more groupings than this all of them are replayed.
 EXHAUSTIVE = 64
 #: Uniform caps between total/128 and the total are spaced by about 12 %.
@@ -168,12 +172,16 @@ def _search(judge: Judge, knobs: set[Knob], fingerprint: dict[str, str], top: in
     compiled = []
     if Knob.COMPILE_REGIONS in knobs:  # with half the time, so that there is some for what is done without
         half = judge.with_half_the_time()
-        compiled = _compiled(graph, half, knobs, fingerprint, baseline_ns)
+        compiled = _compiled(graph, half, knobs, fingerprint, baseline_ns, None)
         judge.evaluations += half.evaluations
     _search_buckets(judge, knobs)
     stopped = "time budget" if judge.out_of_time() else "no improvement left"
     better = [v for v in judge.verdicts.values() if v.step_ns < baseline_ns]
     found = [_candidate(graph, v, knobs, fingerprint, baseline_ns) for v in _choose(better, top)]
+    if Knob.COMPILE_REGIONS in knobs and found:  # what does not pay with the captured buckets may with these
+        again = _compiled(graph, judge, knobs, fingerprint, baseline_ns, found[0])
+        if again and (not compiled or again[0].predicted_ms < compiled[0].predicted_ms):
+            compiled = [again[0], *compiled[-1:]]
     found = _with_options(graph, judge, found, knobs, baseline_ns, fingerprint)[:top]
     cycles = _cycles(graph, judge, found, baseline_ns, fingerprint) if Knob.CYCLE_TIME in knobs else []
     first = 1 if found and compiled and found[0].predicted_ms < compiled[0].predicted_ms else 0
@@ -258,36 +266,53 @@ def _unsynchronised(graph: Graph, fingerprint: dict[str, str], began: float, tim
 def _search_buckets(judge: Judge, knobs: set[Knob]) -> None:
     if knobs & FUSION:
         _sweep_uniform(judge)
-    if knobs & {Knob.BUCKET_LIST, Knob.GROUPS}:
+    if knobs & LISTS:
         _search_lists(judge)
 
 
 def _compiled(
-    graph: Graph, judge: Judge, knobs: set[Knob], fingerprint: dict[str, str], baseline_ns: int
+    graph: Graph,
+    judge: Judge,
+    knobs: set[Knob],
+    fingerprint: dict[str, str],
+    baseline_ns: int,
+    buckets: Candidate | None,
 ) -> list[Candidate]:
-    """Regions compiled with the captured buckets, and with buckets of their own where these are better; best first.
+    """Regions compiled with the captured buckets (or ``buckets``), and with buckets of their own where these are
+    better; best first.
 
     By dPRO's Theorem 3 one calls for the other: what is compiled together is synchronised together (its gradients are
     there at once, so that buckets found then hold them), and with other buckets other regions may pay.
     """
-    fusion, step_ns = best_fusion(graph, judge, captured(graph))
-    if step_ns >= baseline_ns:
+    groups = captured(graph) if buckets is None else judge.together(buckets.groups)
+    fusion, step_ns = best_fusion(graph, judge, groups)
+    found = []
+    if fusion and step_ns < baseline_ns:
+        found = [_with_regions(graph, buckets, groups, fusion, step_ns, fingerprint, baseline_ns)]
+    if knobs & LISTS and (both := with_their_gradients(graph, judge, groups, fusion, step_ns)) is not None:
+        fusion, step_ns = both[0], both[1].step_ns
+        buckets = _candidate(graph, both[1], knobs, fingerprint, baseline_ns)
+        found.insert(0, _with_regions(graph, buckets, buckets.groups, fusion, step_ns, fingerprint, baseline_ns))
+    if not found or step_ns >= baseline_ns:
         return []
-    found = [_with_regions(graph, None, captured(graph), fusion, step_ns, fingerprint, baseline_ns)]
-    mark = OpFusion().apply(graph, fusion)
-    try:
-        there = judge.elsewhere()
-        _search_buckets(there, knobs)
-        better = [v for v in there.verdicts.values() if v.step_ns * (1 + LEVEL) < step_ns]
-        best = next((_candidate(graph, v, knobs, fingerprint, baseline_ns) for v in _choose(better, 1)), None)
-        groups = there.together(best.groups) if best is not None else ()
-    finally:
-        graph.undo(mark)
-    judge.evaluations += there.evaluations
-    if best is not None:
-        more, fused_ns = best_fusion(graph, judge, groups, fusion)
-        found.insert(0, _with_regions(graph, best, best.groups, more, fused_ns, fingerprint, baseline_ns))
-    return found
+    for _ in range(COMPILED_ROUNDS):
+        mark = OpFusion().apply(graph, fusion)
+        try:
+            there = judge.elsewhere()
+            _search_buckets(there, knobs)
+            better = [v for v in there.verdicts.values() if v.step_ns * (1 + LEVEL) < step_ns]
+            best = next((_candidate(graph, v, knobs, fingerprint, baseline_ns) for v in _choose(better, 1)), None)
+            groups = there.together(best.groups) if best is not None else ()
+        finally:
+            graph.undo(mark)
+        judge.evaluations += there.evaluations
+        if best is None:
+            break
+        fusion, step_ns = best_fusion(graph, judge, groups, fusion)
+        found.insert(0, _with_regions(graph, best, best.groups, fusion, step_ns, fingerprint, baseline_ns))
+        if not fusion:
+            break
+    return [found[0], *found[-1:]] if len(found) > 1 else found
 
 
 def _with_regions(

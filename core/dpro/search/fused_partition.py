@@ -10,8 +10,10 @@ it has, when its time is up; leaves the graph as it found it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 from dpro.cost.ps import MODEL, best_parts, fit_ps
 from dpro.graph.graph import Graph, OpKind
@@ -284,6 +286,8 @@ def _walk(steps: Steps, start: Fused) -> Fused:
         steps.rebase(here)
         now = list(here)
         for lead in [here[at][0][0] for at in _on_path(steps, here)]:
+            if steps.out_of_time():
+                return best
             at = next(i for i, (group, _) in enumerate(now) if lead in group)
             now[at] = now[at][0], steps.star(now[at][0])
             if at and _alike(steps, now[at - 1][0], now[at][0]):
@@ -303,14 +307,19 @@ def _climb(steps: Steps, start: Fused) -> None:
     here = start
     while not steps.out_of_time():
         steps.rebase(here)
-        ways = [way for way in dict.fromkeys(neighbours(steps, here, _on_path(steps, here))) if way not in steps.known]
-        if steps.speedups.partial:
-            ways = sorted(ways, key=lambda way: (steps.estimate_ns(way), way))[:_JUDGED]
-        for way in ways:
+        ways: dict[Fused, int] = {}
+        for way in neighbours(steps, here, _on_path(steps, here)):
+            if steps.out_of_time():
+                return
+            if way not in steps.known and way not in ways:
+                ways[way] = steps.estimate_ns(way) if steps.speedups.partial else 0
+        most = _JUDGED if steps.speedups.partial else len(ways)
+        judged = sorted(ways, key=lambda way: (ways[way], way))[:most]
+        for way in judged:
             if steps.out_of_time():
                 return
             steps.step_ns(way)
-        best = min(ways, key=lambda way: (steps.step_ns(way), way), default=here)
+        best = min(judged, key=lambda way: (steps.step_ns(way), way), default=here)
         if steps.step_ns(best) >= steps.step_ns(here):
             return
         here = best
@@ -345,7 +354,7 @@ def neighbours(steps: Steps, here: Fused, places: Iterable[int]) -> Iterator[Fus
                 yield from _moved(steps, here, low)
         for cut_at in _steps_from(len(group)):
             first, second = group[:cut_at], group[cut_at:]
-            for a, b in ((steps.star(first), steps.star(second)), (bound, bound)):
+            for a, b in (*_around(steps, first, second, bound, bound), (steps.star(first), steps.star(second))):
                 yield (*here[:at], (first, a), (second, b), *here[at + 1 :])
 
 
@@ -355,13 +364,23 @@ def worth_merging(steps: Steps, here: Fused, low: int, merged: Fused) -> bool:
 
 
 def _moved(steps: Steps, here: Fused, low: int) -> Iterator[Fused]:
+    """Both cut otherwise at once, with and without gradients that change sides."""
     (first, a), (second, b) = here[low : low + 2]
     both = (*first, *second)
     for cut_at in _steps_from(len(both)):
-        if cut_at != len(first):
-            left, right = both[:cut_at], both[cut_at:]
-            for one, other in ((steps.star(left), steps.star(right)), (a, b)):
-                yield (*here[:low], (left, one), (right, other), *here[low + 2 :])
+        left, right = both[:cut_at], both[cut_at:]
+        for one, other in (*_around(steps, left, right, a, b), (steps.star(left), steps.star(right))):
+            yield (*here[:low], (left, one), (right, other), *here[low + 2 :])
+
+
+def _around(steps: Steps, first: tuple[int, ...], second: tuple[int, ...], a: int, b: int) -> Iterator[tuple[int, int]]:
+    """Bounds of two groups in about the number of parts that ``a`` and ``b`` make of them."""
+    return product(_near(steps.bounds(first), a), _near(steps.bounds(second), b))
+
+
+def _near(bounds: Sequence[int], bound: int) -> Sequence[int]:
+    at = min(range(len(bounds)), key=lambda i: abs(math.log(bounds[i] / bound)))
+    return bounds[max(0, at - 1) : at + 2]
 
 
 def _steps_from(n: int) -> list[int]:
