@@ -46,7 +46,7 @@ def test_third_party() -> None:
         "fused_partition",
         "in_flight",
     ]
-    built_in += ["mixed_precision", "op_fusion", "recompute"]
+    built_in += ["mixed_precision", "op_fusion", "recompute", "tensor_fusion", "tensor_partition"]
     assert registry.names() == sorted([*built_in, "missing", "no_pass", "widen"])
     assert isinstance(registry.find("widen"), Widen)
     assert registry.built_in("tensor_fusion") and not registry.built_in("widen")
