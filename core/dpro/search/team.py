@@ -79,10 +79,11 @@ class Team:
         self._exchange.agree(f"{self._key}/{number}", json.dumps({"base": base, "shares": shares}))
         began = time.monotonic()
         told = dict(zip(asked[::size], map(here, asked[::size]), strict=True))
-        patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * (time.monotonic() - began))
-        for helper, share in shares.items():
+        deadline = time.monotonic() + max(_LEAST_PATIENCE_S, _PATIENCE * (time.monotonic() - began))
+        for helper, share in shares.items():  # one deadline for all: many that are gone cost no more than one
+            left_s = max(0.0, deadline - time.monotonic())
             try:
-                answer = json.loads(self._exchange.wait(f"{self._key}/{number}/{helper}", patience_s))
+                answer = json.loads(self._exchange.wait(f"{self._key}/{number}/{helper}", left_s))
                 told |= dict(zip(share, map(int, answer), strict=True))
                 self.evaluations += len(share)
             except (TimeoutError, RankLeft, ValueError, TypeError):
