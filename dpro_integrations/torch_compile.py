@@ -174,6 +174,8 @@ class _Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.refused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._eager(*args, **kwargs)
+        if any(getattr(self.module, name) for name in _HOOKS):  # put on it since: only the plain call sees them
+            return self._eager(*args, **kwargs)
         shapes = _shapes(args, kwargs)
         if self._shapes is None:
             self._shapes = shapes

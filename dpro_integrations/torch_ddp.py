@@ -183,7 +183,7 @@ class TorchDDPAdapter(TorchAdapter):
             if self._memory and not self._timed:
                 self._timed = True
                 trace.meta.extra[MICRO] = {str(parts): ns for parts, ns in torch_micro.times(self._ddp).items()}
-        except RuntimeError as error:  # there are other ways to need less memory
+        except Exception as error:  # the job's own function on parts of its batch; there are other ways
             trace.warnings.append(f"no micro-batches: {error}")
         finally:
             torch_micro.watch(self._ddp, False)
@@ -213,10 +213,11 @@ class TorchDDPAdapter(TorchAdapter):
             raise PlanError("the job's batches can't be cut: its steps do not go through dpro_integrations.torch_micro")
         if not self._recomputes:
             check_blocks(self._ddp.module, plan.recompute or [])
-        if self._original is None and (plan.bucket_caps or plan.ddp_options or plan.gradient_dtype):
-            self._original = arguments(self._ddp)
 
     def apply(self, plan: Plan) -> None:
+        # first of all: where this fails, the others have new reducers, and all must revert alike
+        if self._original is None and (plan.bucket_caps or plan.ddp_options or plan.gradient_dtype):
+            self._original = arguments(self._ddp)
         self.prepare(plan)
         self._keep_all()
         check_blocks(self._ddp.module, plan.recompute or [])
@@ -309,10 +310,11 @@ def make_tuner(
 def _patient(settings: Settings, ddp: DistributedDataParallel) -> Settings:
     """Never so patient that a collective of the job's runs into its own time-out meanwhile.
 
-    A rank waits for at most 3 ``timeout_s`` and 3 ``search_s`` at one meeting.
+    A rank waits for at most 3 ``timeout_s``, 3 ``search_s`` and 2 ``regions_s`` at one meeting.
     """
-    limit_s = _patience_s(ddp)
-    return replace(settings, timeout_s=min(settings.timeout_s, limit_s), search_s=min(settings.search_s, limit_s))
+    limit_s = 0.8 * _patience_s(ddp)
+    clamped = {key: min(getattr(settings, key), limit_s) for key in ("timeout_s", "search_s", "regions_s")}
+    return replace(settings, **clamped)
 
 
 def _patience_s(ddp: DistributedDataParallel) -> float:

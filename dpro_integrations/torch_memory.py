@@ -8,6 +8,7 @@ its output: a module's own backward hooks would put nodes into the graph).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,9 +77,16 @@ def why_not_twice(module: nn.Module) -> str:
             return "its statistics are of all ranks"
         if isinstance(part, torch.jit.ScriptModule) or hasattr(part, "_orig_mod") or _compiled(part):
             return "it is compiled"
-        if part is not module and any(getattr(part, hooks, None) for hooks in _HOOKS):
-            return "a module in it has hooks"
+        if any(_foreign(getattr(part, hooks, None)) for hooks in _HOOKS):
+            return "it has hooks, or a module in it has"
+        if isinstance(part, nn.RNNBase) and part.dropout > 0:
+            return "its dropout keeps a state of its own"
     return ""
+
+
+def _foreign(hooks: Any) -> bool:
+    """Whether any of them is not ours: in a run of modules those of its members would be called twice."""
+    return any(not isinstance(hook, ForwardHook) for hook in (hooks or {}).values())
 
 
 def _compiled(module: nn.Module) -> bool:
@@ -179,8 +187,9 @@ def allocated_bytes(on_gpu: bool) -> int:
     storages: dict[int, int] = {}
     for item in gc.get_objects():
         if issubclass(type(item), torch.Tensor) and item.layout == torch.strided and item.device.type == "cpu":
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # one without memory (a compiler's)
+                storage = item.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 

@@ -90,6 +90,7 @@ def watch(ddp: DistributedDataParallel, watched: bool) -> None:
         _states[ddp].watched, _states[ddp].seen = watched, None
 
 
+@torch.random.fork_rng()
 def times(ddp: DistributedDataParallel) -> dict[int, int]:
     """What a forward and backward pass over a part of the batch takes, parts per batch -> ns; with 1, the whole.
 
@@ -107,7 +108,7 @@ def times(ddp: DistributedDataParallel) -> dict[int, int]:
     if not counts:
         return {}
     model, parameters = ddp.module, [p for p in ddp.module.parameters() if p.requires_grad]
-    kept = [buffer.clone() for buffer in model.buffers()], torch.get_rng_state()
+    kept = [buffer.clone() for buffer in model.buffers()]
 
     def gradients(part: Any) -> list[torch.Tensor]:
         found = torch.autograd.grad(loss_of(model, part), parameters, allow_unused=True)
@@ -118,7 +119,7 @@ def times(ddp: DistributedDataParallel) -> dict[int, int]:
         mean = [sum(parts) / counts[0] for parts in zip(*halves, strict=True)]
         del halves
         _refuse_unlike(mean, gradients(batch))
-        if any(not torch.equal(old, new) for old, new in zip(kept[0], model.buffers(), strict=True)):
+        if any(not torch.equal(old, new) for old, new in zip(kept, model.buffers(), strict=True)):
             raise RuntimeError("a forward pass changes what the model keeps")
         adding_ns = min(_timed(partial(torch._foreach_add_, mean, mean), ddp) for _ in range(_TIMES))
         # each part's time beside the whole's, in turns: what else the machine does, it does to both
@@ -132,9 +133,8 @@ def times(ddp: DistributedDataParallel) -> dict[int, int]:
         once_ns = statistics.median(whole_ns)
         return {1: round(once_ns)} | {parts: round(once_ns * statistics.median(taken[parts])) for parts in counts}
     finally:
-        torch.set_rng_state(kept[1])
         with torch.no_grad():
-            for old, new in zip(kept[0], model.buffers(), strict=True):
+            for old, new in zip(kept, model.buffers(), strict=True):
                 new.data.copy_(old)
 
 

@@ -9,9 +9,11 @@ change anything else are refused when they are measured (``torch_memory``).
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -101,7 +103,7 @@ def _again(forward: Callable[..., Any], modules: list[nn.Module]) -> Callable[..
             return forward(*args, **kwargs)
         return checkpoint(
             forward, *args, use_reentrant=False, preserve_rng_state=True,
-            context_fn=lambda: (contextlib.nullcontext(), _statistics_held(modules)), **kwargs,
+            context_fn=lambda: (contextlib.nullcontext(), _as_before(modules)), **kwargs,
         )  # fmt: skip
 
     return checkpointed
@@ -126,6 +128,26 @@ def _through(modules: list[nn.Module], value: Any) -> Any:
     for module in modules:
         value = module(value)
     return value
+
+
+def _as_before(modules: list[nn.Module]) -> contextlib.AbstractContextManager[None]:
+    """Second forward passes in here are as the one that begins now: running statistics stay as they are, and Python's
+    and numpy's generators, which torch does not keep, draw what they draw now (a block that is skipped at random)."""
+    drawn = random.getstate(), np.random.get_state()  # noqa: NPY002 (the generator that the job's code draws from)
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        later = random.getstate(), np.random.get_state()  # noqa: NPY002
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])  # noqa: NPY002
+        try:
+            with _statistics_held(modules):
+                yield
+        finally:
+            random.setstate(later[0])
+            np.random.set_state(later[1])  # noqa: NPY002
+
+    return again()
 
 
 @contextlib.contextmanager

@@ -237,21 +237,25 @@ class Tuner:
 
         The job's own settings are not measured between: they are above the budget.
         """
-        budget = self.settings.memory_bytes
+        budget = 0
         for arm in arms:
             yield from self._try(arm)
-            arm.peak_bytes = yield from self._peak()
+            arm.peak_bytes, budget = yield from self._peak()
         fitting = [arm for arm in arms if arm.times_ms() and arm.peak_bytes is not None and arm.peak_bytes <= budget]
         best = min(fitting or arms, key=lambda arm: timing(arm.times_ms()).median_ms or float("inf"))
         self._outcome.plan, self._outcome.predicted_ms = best.plan, best.predicted_ms
         self._outcome.measured_ms = timing(best.times_ms()).median_ms or None
         self._switch(best.plan if fitting else None)
+        now = {"sha": "", "checksum": self._guard(self.adapter.checksum) or ""}
+        if not self._meet("fits", json.dumps(now).encode(), same_plan)["sound"] and self._sound:
+            raise _StepAside("parameters differ between ranks under the plan")
         told = f"{(best.peak_bytes or 0) / 1e6:.1f} MB at most on a rank, of {budget / 1e6:.1f} MB"
         good = Verdict.KEPT, f"it fits: {told}"
         self._end(*good if fitting else (Verdict.ROLLED_BACK, f"not measured to fit: {told}; your settings are back"))
 
-    def _peak(self) -> Generator[None, int | None, int | None]:
-        """The most that any rank has allocated at once, bytes, over two steps under the settings in force."""
+    def _peak(self) -> Generator[None, int | None, tuple[int | None, int]]:
+        """The most that any rank has allocated at once, bytes, over two steps under the settings in force; and rank 0's
+        budget, which is all ranks'."""
         self._guard(self.adapter.start_capture)
         for _ in range(2):
             yield from self._one_step()
@@ -261,8 +265,9 @@ class Tuner:
         self.adapter.abort_capture()
         measured = load(trace.meta.extra.get(MEMORY)) if trace is not None else None
         own = json.dumps(measured and measured.peak).encode()
-        peak: int | None = self._meet("peak", own, largest_peak)["peak"]
-        return peak
+        budget = self.settings.memory_bytes
+        met = self._meet("peak", own, lambda blobs: largest_peak(blobs) | {"budget": budget})
+        return met["peak"], met["budget"]
 
     def _conclude(self, best: Arm, comparison: Comparison) -> None:
         outcome = self._outcome

@@ -249,6 +249,7 @@ class Graph:
 
     def set(self, op: int, key: str, value: int) -> None:
         """Change one number of one op (``duration``, ``gap``, ``priority``, ``resource``, …)."""
+        op = int(op)
         self._journal.append(("set", op, key, self._ops[key][op].item()))
         self._ops[key][op] = value
         self._arrays = None

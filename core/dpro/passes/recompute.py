@@ -13,7 +13,7 @@ import numpy as np
 from dpro.adapter import Knob
 from dpro.graph.graph import Graph, OpKind
 from dpro.graph.memory import RankMemory
-from dpro.replay.memory import RECOMPUTE
+from dpro.replay.memory import MICRO_BATCHES, RECOMPUTE
 from dpro.trace.memory import MEMORY, Block, Held, MemoryProfile, block_name
 
 #: Names of blocks, as in ``plan.recompute``.
@@ -85,6 +85,10 @@ class Recompute:
             duration=_work_ns(graph, _forward(memory.host, block)), rank=rank, after=before,
         )  # fmt: skip
         graph.add_edge(host, then)
+        if (others := _micro_batches(graph, rank)) is not None:  # each of those before runs it again as well
+            op, count = others
+            again_ns = (count - 1) * int(graph.column("duration")[host])
+            graph.set(op, "duration", int(graph.column("duration")[op]) + again_ns)
         streams: dict[int, list[int]] = {}
         for op in _forward(memory.device, block):
             streams.setdefault(int(graph.column("resource")[op]), []).append(op)
@@ -100,6 +104,14 @@ class Recompute:
                 rank=rank, after=[*before, *ahead],
             )  # fmt: skip
             graph.add_edge(kernels, follows)
+
+
+def _micro_batches(graph: Graph, rank: int) -> tuple[int, int] | None:
+    """The op that stands for a rank's other micro-batches, and how many there are with the last one."""
+    named = [k for k, name in enumerate(graph.name_table) if name.startswith(MICRO_BATCHES)]
+    there = graph.column("alive") & (graph.column("rank") == rank) & np.isin(graph.column("name"), named)
+    found = np.flatnonzero(there).tolist()
+    return (found[0], int(graph.name_of(found[0]).removeprefix(MICRO_BATCHES))) if found else None
 
 
 def families(profile: MemoryProfile) -> list[list[str]]:

@@ -154,9 +154,14 @@ def optimize(
         graph.info["sync"] = known or fit_buckets([graph])
         relieve(graph, graph.info["sync"])
         seen = view(graph, speedups, [COPY_IN] if Knob.BATCHED_COPY in knobs else [])
+        if team is not None:
+            team.forget()
+        others = team.evaluations if team is not None else 0
         result = _search(Judge(seen, began + time_budget_s, speedups, team), knobs, fingerprint or {}, top)
         if seen is not graph:
             result = _on_the_whole(graph, result)
+        if team is not None:
+            result = replace(result, evaluations=result.evaluations + team.evaluations - others)
     finally:
         graph.undo(mark)
         graph.info["sync"] = known

@@ -3,7 +3,8 @@
 Knows the job's exchange and the judge. Rank 0 alone decides what is asked and what comes of it, so the plan is the same
 for any number of ranks; a rank that does not answer in time is not asked again, and its share is replayed here.
 
-A question is agreed on under a key of its own, and so is each answer: lists of caps, and the steps they give.
+What rank 0 says is agreed on under a number (a graph, a question, the end), and so is each answer: the steps that
+lists of caps give.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from dpro.adapter import Exchange, RankLeft
 from dpro.cost.sync import SyncModel
@@ -45,7 +45,7 @@ class Team:
         self._helpers = list(range(1, min(exchange.world_size, MOST_HELPERS + 1)))
         self._asked = 0
         self._begun = self._over = False
-        #: candidates that helpers have replayed
+        #: candidates that helpers have replayed so far
         self.evaluations = 0
 
     @property
@@ -53,8 +53,12 @@ class Team:
         """Ranks that replay, this one too."""
         return len(self._helpers) + 1 if self._begun else 1
 
+    def forget(self) -> None:
+        """Another graph, or another cost of synchronisation, is searched from now on."""
+        self._begun = False
+
     def join(self, graph: Graph, replay_s: float) -> None:
-        """Send what is searched, if that is worth it: once."""
+        """Send what is searched, if that is worth it: once for each."""
         if self._begun or self._over or not self._helpers or replay_s < WORTHWHILE_S:
             return
         text = base64.b64encode(pack(graph)).decode()
@@ -63,7 +67,7 @@ class Team:
             self._helpers = []
             return
         self._begun = True
-        self._exchange.agree(f"{self._key}/graph", told)
+        self._say(told)
 
     def steps_ns(self, base: Caps, asked: Sequence[Caps], here: Callable[[Caps], int]) -> list[int]:
         """The replayed step of every one of ``asked``; ``here`` replays on this rank.
@@ -74,9 +78,9 @@ class Team:
         size = self.size
         if size == 1 or len(asked) < size:
             return [here(caps) for caps in asked]
-        number, self._asked = self._asked, self._asked + 1
+        number = self._asked
         shares = {helper: asked[i + 1 :: size] for i, helper in enumerate(self._helpers)}
-        self._exchange.agree(f"{self._key}/{number}", json.dumps({"base": base, "shares": shares}))
+        self._say(json.dumps({"base": base, "shares": shares}))
         began = time.monotonic()
         told = dict(zip(asked[::size], map(here, asked[::size]), strict=True))
         deadline = time.monotonic() + max(_LEAST_PATIENCE_S, _PATIENCE * (time.monotonic() - began))
@@ -96,15 +100,18 @@ class Team:
         if self._over:
             return
         self._over = True
-        key = f"{self._key}/{self._asked}" if self._begun else f"{self._key}/graph"
-        self._exchange.agree(key, json.dumps({"end": True}))
+        self._say(json.dumps({"end": True}))
+
+    def _say(self, told: str) -> None:
+        self._exchange.agree(f"{self._key}/{self._asked}", told)
+        self._asked += 1
 
 
 def assist(exchange: Exchange, key: str, timeout_s: float) -> int:
     """A helper's side: replay what rank 0 asks for until it says that it is over; how many that were.
 
     Args:
-        timeout_s: no question is waited for after so long.
+        timeout_s: nothing is waited for after so long.
 
     Raises:
         TimeoutError, RankLeft: rank 0 is silent; it goes on by itself then.
@@ -112,28 +119,29 @@ def assist(exchange: Exchange, key: str, timeout_s: float) -> int:
     """
     from dpro.search.judge import Judge
 
+    if exchange.rank > MOST_HELPERS:
+        return 0
     deadline = time.monotonic() + timeout_s
-
-    def heard(what: str) -> dict[str, Any]:
-        told = json.loads(exchange.wait(f"{key}/{what}", max(0.0, deadline - time.monotonic())))
+    judge: Judge | None = None
+    base: Caps = ()
+    number = answered = 0
+    while True:
+        told = json.loads(exchange.wait(f"{key}/{number}", max(0.0, deadline - time.monotonic())))
         if not isinstance(told, dict):
             raise DproError("not a question of a search")
-        return told
-
-    told = heard("graph")
-    if "end" in told:
-        return 0
-    graph = unpack(base64.b64decode(str(told["graph"])))
-    graph.info["sync"] = SyncModel(**told["sync"])
-    judge, answered = Judge(graph, float("inf")), 0
-    base: Caps = ()
-    while "end" not in (told := heard(str(answered))):
-        wanted = tuple(told["base"])
-        if wanted != base:
-            judge.rebase(wanted)
-            base = wanted
-        share = told["shares"].get(str(exchange.rank), [])
-        steps_ns = [judge.step_ns(judge.grouping(tuple(caps))) for caps in share]
-        exchange.agree(f"{key}/{answered}/{exchange.rank}", json.dumps(steps_ns))
-        answered += 1
-    return answered
+        if "end" in told:
+            return answered
+        if "graph" in told:
+            graph = unpack(base64.b64decode(str(told["graph"])))
+            graph.info["sync"] = SyncModel(**told["sync"])
+            judge, base = Judge(graph, float("inf")), ()
+        elif judge is not None:
+            wanted = tuple(told["base"])
+            if wanted != base:
+                judge.rebase(wanted)
+                base = wanted
+            share = told["shares"].get(str(exchange.rank), [])
+            steps_ns = [judge.step_ns(judge.grouping(tuple(caps))) for caps in share]
+            exchange.agree(f"{key}/{number}/{exchange.rank}", json.dumps(steps_ns))
+            answered += len(share)
+        number += 1

@@ -19,6 +19,7 @@ from dpro.graph.graph import Graph
 from dpro.graph.ps_ops import INFO
 from dpro.replay.engine import replay
 from dpro.replay.symmetry import collapse
+from dpro.trace.memory import MEMORY
 from dpro.trace.regions import REGIONS, LayerOps
 
 #: Of ranks that differ, so many are looked at: those that the others mostly wait for.
@@ -51,6 +52,8 @@ def view(graph: Graph, speedups: Speedups, names: Iterable[str] = ()) -> Graph:
         seen = _few(collapse(graph).graph)
     if speedups.coarse:
         seen = coarsen(seen, _shared(seen), _named(seen, frozenset(names)))
+    if seen is not graph:
+        seen.info.pop(MEMORY, None)  # it points at ops of the whole graph
     return seen
 
 
