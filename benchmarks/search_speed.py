@@ -229,6 +229,8 @@ def with_ranks(graph: Graph, counts: tuple[int, ...], rounds: int) -> list[dict[
 
 
 def _help(port: int, secret: str, rank: int, world_size: int, key: str) -> None:
+    from dpro.search import judge  # noqa: F401  (in a job, while rank 0 still assembles the graph)
+
     exchange = StoreExchange(Client("127.0.0.1", port, secret, 60.0), rank, world_size)
     exchange.post(f"{key}/here", b"")
     assist(exchange, key, 600.0)
