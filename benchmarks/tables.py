@@ -169,6 +169,39 @@ def search_table(result: dict[str, Any]) -> Table:
     return Table("search", _document({**result, "cuts": {}}, columns, rows, words))
 
 
+def speed_table(result: dict[str, Any]) -> Table:
+    """Of ``benchmarks.search_speed``: a row for each job, a column for each step of its ablation."""
+    jobs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in result["searches"]:
+        jobs.setdefault((row["model"], row["comm"]), {})[row["step"]] = row
+    steps = list(dict.fromkeys(row["step"] for row in result["searches"]))
+
+    def shown(step: str) -> Callable[[dict[str, Any]], str]:
+        return lambda job: f"{job[step]['seconds']:.1f} s, {_ms(job[step]['predicted_ms'])}" if step in job else ""
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "model": lambda job: str(job[steps[0]]["model"]),
+        "with": lambda job: str(job[steps[0]]["comm"]),
+        "ops": lambda job: f"{job[steps[0]]['ops']:,}",
+        "now ms": lambda job: _ms(job[steps[0]]["baseline_ms"]),
+        **{step: shown(step) for step in steps},
+    }
+    delta = result["delta"]
+    plans = {True: "the same plan", False: "ANOTHER PLAN"}
+    ranks = ", ".join(
+        f"{row['ranks']} ranks {row['seconds']:.1f} s ({row['speedup']:.2f}x, {plans[row['same_plan']]})"
+        for row in result["ranks"]
+    )
+    words = (
+        f"16 workers; seconds, and the step in ms under the plan found. Delta replay of {delta['ops']:,} ops after "
+        f"{delta['edits']} edits of a bucket: {delta['median_ratio']:.0f} times as fast as a whole one in the median, "
+        f"{delta['least_ratio']:.1f} at least ({delta['median_ratio_with_arrays']:.0f} and "
+        f"{delta['least_ratio_with_arrays']:.1f} with the arrays that an edit costs that), "
+        f"{'all equal' if delta['equal'] else 'NOT EQUAL'}. The search without accelerations, helped by others: {ranks}"
+    )
+    return Table("search-speed", _document({**result, "cuts": {}}, columns, list(jobs.values()), words))
+
+
 def _document(
     result: dict[str, Any],
     columns: dict[str, Callable[[dict[str, Any]], str]],
@@ -198,14 +231,14 @@ def _pct(value: float, sign: str = "+") -> str:
 def main() -> int:
     """Write the table of a stored result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("kind", choices=["accuracy", "plans", "speedup", "clusters", "search"])
+    parser.add_argument("kind", choices=["accuracy", "plans", "speedup", "clusters", "search", "search-speed"])
     parser.add_argument("result", type=Path, help="what the benchmark printed with --json")
     parser.add_argument("document", type=Path)
     parser.add_argument("--name", help="of the markers, if not that of the kind: a table of some cells only")
     args = parser.parse_args()
     make = {
         "accuracy": accuracy_table, "plans": plans_table, "speedup": speedup_table, "clusters": clusters_table,
-        "search": search_table,
+        "search": search_table, "search-speed": speed_table,
     }[args.kind]  # fmt: skip
     try:
         table = make(json.loads(args.result.read_text()))
