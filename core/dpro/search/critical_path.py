@@ -225,6 +225,8 @@ def confirmed(
             graph.undo(mark)
         if step_ns < baseline_ns:
             candidates.append(_told(candidate, step_ns / 1e6, baseline_ns / 1e6))
+    best_ms = min((c.predicted_ms for c in candidates), default=0.0)
+    candidates.sort(key=lambda c: c.predicted_ms if c.predicted_ms > best_ms * (1 + LEVEL) else 0.0)
     ratio = baseline_ns / 1e6 / result.baseline_ms
     return replace(
         result,

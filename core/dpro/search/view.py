@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from dpro.cost.ps import MODEL
+from dpro.cost.sync import SyncModel
 from dpro.graph.coarse import coarsen
 from dpro.graph.graph import Graph
 from dpro.graph.ps_ops import INFO
+from dpro.passes.tensor_partition import captured, told
 from dpro.replay.engine import replay
 from dpro.replay.symmetry import collapse
 from dpro.trace.memory import MEMORY
@@ -48,8 +51,8 @@ ALL = Speedups()
 def view(graph: Graph, speedups: Speedups, names: Iterable[str] = ()) -> Graph:
     """A smaller graph with the same tensors and buckets, or ``graph`` itself; ops with such ``names`` stay ops."""
     seen = graph
-    if speedups.symmetry and INFO not in graph.info:
-        seen = _few(collapse(graph).graph)
+    if speedups.symmetry:
+        seen = _few_workers(graph) if INFO in graph.info else _few(collapse(graph).graph)
     if speedups.coarse:
         seen = coarsen(seen, _shared(seen), _named(seen, frozenset(names)))
     if seen is not graph:
@@ -85,6 +88,36 @@ def waited_for(graph: Graph, most: int = MOST_RANKS) -> list[int]:
     times = Counter(r for _, r in last.values())
     slowest = int(rank[np.where(rank >= 0, end, -1).argmax()])
     return sorted(sorted(ranks, key=lambda r: (r != slowest, -times[r], r))[:most])
+
+
+def _few_workers(graph: Graph) -> Graph:
+    """A parameter server job with the workers that are waited for, whose messages hold links and servers that all
+    workers share for as long as those of all would. Only for who makes all partitions anew.
+    """
+    ps, model = told(graph)
+    ranks, kept = ps.layout.ranks, waited_for(graph)
+    if len(kept) == len(ranks) or len(captured(graph)) < len(graph.buckets):
+        return graph
+    places = [place for place, rank in enumerate(ranks) if rank in kept]
+    servers = range(ps.layout.servers)
+    links = {(i, s): ps.layout.links[place, s] for i, place in enumerate(places) for s in servers}
+    of_all, of_kept = (
+        Counter(name for name, _ in {(name, w) for (w, _), pair in some.items() for name in pair})
+        for some in (ps.layout.links, links)
+    )
+    small = _few(graph)
+    fewer = replace(ps.layout, ranks=tuple(ranks[place] for place in places), links=links)
+    small.info[INFO] = replace(ps, layout=fewer)
+    small.info[MODEL] = replace(
+        model,
+        links={name: _times(model.link(name), of_all[name] / of_kept[name]) for name in of_kept},
+        sums=_times(model.sums, len(ranks) / len(places)),
+    )
+    return small
+
+
+def _times(line: SyncModel, factor: float) -> SyncModel:
+    return replace(line, latency_ns=line.latency_ns * factor, ns_per_byte=line.ns_per_byte * factor)
 
 
 def _few(graph: Graph) -> Graph:
