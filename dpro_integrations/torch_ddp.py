@@ -194,6 +194,9 @@ class TorchDDPAdapter(TorchAdapter):
         torch_micro.watch(self._ddp, False)
 
     def prepare(self, plan: Plan) -> None:
+        # first of all: whatever fails on one rank from here on, all must revert alike
+        if self._original is None and (plan.bucket_caps or plan.ddp_options or plan.gradient_dtype):
+            self._original = arguments(self._ddp)
         self._check_fit(plan)
         if reason := self.why_not():
             raise PlanError(f"buckets can't be changed here: {reason}")
@@ -215,9 +218,6 @@ class TorchDDPAdapter(TorchAdapter):
             check_blocks(self._ddp.module, plan.recompute or [])
 
     def apply(self, plan: Plan) -> None:
-        # first of all: where this fails, the others have new reducers, and all must revert alike
-        if self._original is None and (plan.bucket_caps or plan.ddp_options or plan.gradient_dtype):
-            self._original = arguments(self._ddp)
         self.prepare(plan)
         self._keep_all()
         check_blocks(self._ddp.module, plan.recompute or [])

@@ -373,8 +373,8 @@ class Tuner:
         if plan == self._in_force:
             return
         self.state = State.APPLY
-        if plan is not None:
-            self._guard(lambda: self._prepare(plan))
+        if plan is not None:  # also after a failure: the others prepare, and all must revert alike
+            (quietly if self._failure else self._guard)(lambda: self._prepare(plan))
         ready = {"sha": self._hash(plan), "checksum": self._guard(self.adapter.checksum) or ""}
         self._sound &= self._meet("ready", json.dumps(ready).encode(), same_plan)["sound"]
         self._in_force, self._touched = plan, True  # from here on an abort must undo it
