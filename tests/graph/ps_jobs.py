@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +66,7 @@ def ps_graph(
     graph.tensors = [TensorInfo(f"p{t}", n, "float32", t) for t, n in enumerate(sizes)]
     graph.info.update({INFO: Ps(where, {t: min(n, bound) for t, n in enumerate(sizes)}), MODEL: costs})
     for rank in where.ranks:
-        place = {"resource": graph.resource(f"rank{rank}/cpu/main"), "rank": rank}
+        place: dict[str, Any] = {"resource": graph.resource(f"rank{rank}/cpu/main"), "rank": rank}
         last = graph.add_op("forward", OpKind.FORWARD, duration=fwd_ns + rank * skew_ns, **place)
         for t in range(len(sizes)):
             took = bwd_ns[t] if bwd_ns else 0

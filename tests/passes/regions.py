@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dpro.cost.sync import SyncModel
 from dpro.graph.graph import NO_RESOURCE, Graph, OpKind, TensorInfo
 from dpro.passes.tensor_fusion import Grouping, TensorFusion
@@ -53,7 +55,7 @@ def keras_graph(
                     last = [graph.add_op(name, kind, resource=host, duration=ns, rank=rank, after=last)]
                 if kind == OpKind.BACKWARD and layer in nbytes:
                     tensor = ready.index(layer)
-                    place = {"resource": NO_RESOURCE, "tensor": tensor, "rank": rank}
+                    place: dict[str, Any] = {"resource": NO_RESOURCE, "tensor": tensor, "rank": rank}
                     graph.out_op[rank, tensor] = graph.add_op("handed in", OpKind.OUT, after=last, **place)
                     graph.in_op[rank, tensor] = graph.add_op("reduced", OpKind.IN, **place)
                     graph.add_op("update", OpKind.UPDATE, resource=host, rank=rank, after=[graph.in_op[rank, tensor]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from dpro.cost.sync import SyncModel
 from dpro.graph.graph import Graph, OpKind, TensorInfo
@@ -40,7 +41,7 @@ def ddp_graph(
     for rank in range(ranks):
         host = graph.resource(f"rank{rank}/cpu/main")
         graph.info["main_resource"][rank] = host
-        place = {"resource": host, "rank": rank}
+        place: dict[str, Any] = {"resource": host, "rank": rank}
         last = graph.add_op("forward", OpKind.FORWARD, duration=fwd_ns + rank * skew_ns, **place)
         for t in range(len(sizes)):
             last = graph.add_op("backward", OpKind.BACKWARD, duration=bwd_ns[t], after=[last], **place)
