@@ -131,7 +131,7 @@ def test_delayed_gradients_are_observed(ranks: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tune", ["search", "plan"])
 def test_an_uneven_step_and_an_impatient_process_group(ranks: Ranks, tmp_path: Path, tune: str) -> None:
-    one_line(both(ranks, tmp_path, f"{ATTACKS}:short_timeout", tune), "rank 1 did not answer within 0.5 s")
+    one_line(both(ranks, tmp_path, f"{ATTACKS}:short_timeout", tune), "rank 1 did not answer within 0.4 s")
 
 
 def test_a_plan_with_a_cap_beyond_reason(ranks: Ranks, tmp_path: Path) -> None:
