@@ -68,7 +68,7 @@ class _Tuning:
 
     def _let_cut(self, trainer: Any, pl_module: Any, ddp: Any) -> None:
         """Have batches cut where a plan says so; they are not before."""
-        from dpro_integrations.lightning_micro import cut_training_step, why_whole
+        from dpro_integrations.torch_lightning import cut_training_step, why_whole
         from dpro_integrations.torch_micro import cutting
 
         if not why_whole(trainer, pl_module):

@@ -18,7 +18,7 @@ FRAMEWORKS = {
 }  # fmt: skip
 #: What an integration may import by the prefix of its name: it is of no use, and not imported, where that is not.
 OWN_FRAMEWORKS = {
-    "torch_": {"torch"}, "lightning_": {"torch"}, "horovod_": {"horovod", "torch"},
+    "torch_": {"torch"}, "horovod_": {"horovod", "torch"},
     "mxnet": {"mxnet", "horovod", "byteps"},
     "keras": {"tensorflow", "keras", "horovod", "byteps"},
 }  # fmt: skip
