@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from dpro.errors import PlanError
 from dpro_integrations.base import put_on
+from dpro_integrations.torch_forward import HOOKS
 
 #: How far results may be from those without a compiler, by their norm: it adds up in another order. Gradients may be
 #: farther: what lies at a kink (ReLU's) falls on either side; one value in a million that does makes 1e-3 of the norm.
@@ -36,14 +37,13 @@ _OPTIONS = {"fallback_random": True, "compile_threads": 1}
 LIMIT_S = 120.0
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _SYNCHRONISING = ("torch.nn.parallel", "torch.distributed", "horovod")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def why_no_compiler() -> str:
     """Why nothing can be compiled here; "" it can."""
     if not hasattr(torch, "compile") or not hasattr(torch.compiler, "set_stance"):
         return "this torch has no torch.compile that keeps from compiling anew"
-    if any(vars(nn.modules.module)[f"_global{name}"] for name in _HOOKS):
+    if any(vars(nn.modules.module)[f"_global{name}"] for name in HOOKS):
         return "there are hooks on all modules"
     return ""
 
@@ -55,7 +55,7 @@ def why_not(module: nn.Module) -> str:
     for part in module.modules():
         if _is_compiled(part):
             return "is compiled already"
-        if "forward" in vars(part) or any(getattr(part, name) for name in _HOOKS):
+        if "forward" in vars(part) or any(getattr(part, name) for name in HOOKS):
             return "has hooks, or a forward of its own"
         if type(part).__module__.startswith(_SYNCHRONISING) or isinstance(part, nn.SyncBatchNorm):
             return "synchronises on its own"
@@ -174,7 +174,7 @@ class _Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.refused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._eager(*args, **kwargs)
-        if any(getattr(self.module, name) for name in _HOOKS):  # put on it since: only the plain call sees them
+        if any(getattr(self.module, name) for name in HOOKS):  # put on it since: only the plain call sees them
             return self._eager(*args, **kwargs)
         shapes = _shapes(args, kwargs)
         if self._shapes is None:

@@ -15,6 +15,9 @@ from torch import nn
 
 from dpro_integrations.torch_rewrap import reducer_parameters
 
+#: Where a module keeps the hooks that its calls run.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def before_next_forward(module: nn.Module, action: Callable[[], None]) -> None:
     """Call ``action`` once, as the next forward of ``module`` begins.

@@ -20,13 +20,12 @@ from torch.autograd.profiler import record_function
 from dpro.trace.kineto import Allocation
 from dpro.trace.memory import AFTER, BACKWARD, FORWARD, MEMORY, Mark, dump, marks_of, profile
 from dpro.trace.model import RankTrace
-from dpro_integrations.torch_forward import ForwardHook
+from dpro_integrations.torch_forward import HOOKS, ForwardHook
 
 #: Their running statistics change in a forward pass; ``torch_recompute`` holds them still in the second one.
 NORMS = nn.modules.batchnorm._NormBase
 #: As the profiler numbers them.
 _CPU, _CUDA = 0, 1
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def units(model: nn.Module) -> dict[str, tuple[nn.Module, bool]]:
@@ -77,7 +76,7 @@ def why_not_twice(module: nn.Module) -> str:
             return "its statistics are of all ranks"
         if isinstance(part, torch.jit.ScriptModule) or hasattr(part, "_orig_mod") or _compiled(part):
             return "it is compiled"
-        if any(_foreign(getattr(part, hooks, None)) for hooks in _HOOKS):
+        if any(_foreign(getattr(part, hooks, None)) for hooks in HOOKS):
             return "it has hooks, or a module in it has"
         if isinstance(part, nn.RNNBase) and part.dropout > 0:
             return "its dropout keeps a state of its own"

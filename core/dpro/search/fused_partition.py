@@ -17,7 +17,7 @@ from itertools import product
 
 from dpro.cost.ps import MODEL, best_parts, fit_ps
 from dpro.graph.graph import Graph, OpKind
-from dpro.graph.ps_ops import INFO, Ps, resources
+from dpro.graph.ps_ops import resources
 from dpro.passes.fused_partition import Fused, FusedPartition, pushed, runs
 from dpro.passes.tensor_partition import Way, own, told
 from dpro.plan import Plan
@@ -26,7 +26,7 @@ from dpro.replay.engine import replay
 from dpro.replay.path import critical_path
 from dpro.search.critical_path import Candidate, SearchResult
 from dpro.search.pipeline import IDLE, Line, Pair, State, pair
-from dpro.search.tensor_partition import slowest_lines
+from dpro.search.tensor_partition import slowest_lines, why_not
 from dpro.search.view import ALL, Speedups
 from dpro.trace.byteps import aligned, cut
 
@@ -232,16 +232,9 @@ def search(
 
 
 def _nothing_to_do(graph: Graph) -> str:
-    if not isinstance(graph.info.get(INFO), Ps):
-        return "no gradients are pushed to a server"
-    if not pushed(graph) or sorted(pushed(graph)) != sorted(t for t, _ in own(graph)):
-        return "no gradient's size is known"
-    if MODEL not in graph.info:
-        try:
-            fit_ps([graph])
-        except ValueError as error:
-            return str(error)
-    return ""
+    if (why := why_not(graph)) or sorted(pushed(graph)) == sorted(t for t, _ in own(graph)):
+        return why
+    return "no gradient's size is known"
 
 
 def _candidate(fused: Fused, step_ns: int, baseline_ns: int) -> Candidate:

@@ -132,7 +132,7 @@ def search(
     to the graph's own.
     """
     began = time.monotonic()
-    why = _nothing_to_do(graph)
+    why = why_not(graph)
     if why:
         baseline_ms = replay(graph).makespan_ns / 1e6
         return SearchResult(baseline_ms, evaluations=1, seconds=time.monotonic() - began, stopped=why)
@@ -197,7 +197,8 @@ def _search(
     return SearchResult(baseline.step_ns / 1e6, found, evaluations=judge.evaluations + replays, stopped=stopped)
 
 
-def _nothing_to_do(graph: Graph) -> str:
+def why_not(graph: Graph) -> str:
+    """Why a parameter server job's partitions can't be searched; '' if they can."""
     if not isinstance(graph.info.get(INFO), Ps):
         return "no gradients are pushed to a server"
     if not captured(graph):
