@@ -41,8 +41,8 @@ from dpro.graph.packed import pack, unpack
 from dpro.graph.ps_layout import Layout
 from dpro.graph.ps_ops import INFO, Ps
 from dpro.passes.contention import relieve
+from dpro.passes.push_pull import add_parts
 from dpro.passes.tensor_fusion import TensorFusion
-from dpro.passes.tensor_partition import add_parts
 from dpro.planning import inform
 from dpro.replay.delta import DeltaReplay
 from dpro.replay.engine import replay, replay_arrays

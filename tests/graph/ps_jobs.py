@@ -12,7 +12,7 @@ from dpro.cost.sync import SyncModel
 from dpro.graph.graph import Bucket, Graph, OpKind, TensorInfo
 from dpro.graph.ps_layout import Layout
 from dpro.graph.ps_ops import INFO, Ps, resources
-from dpro.passes.tensor_partition import add_parts
+from dpro.passes.push_pull import add_parts
 from dpro.replay.engine import replay
 from dpro.trace import byteps
 from dpro.trace.horovod import SUBMIT, WAIT

@@ -161,6 +161,13 @@ class Graph:
             self.resource_names.append(name)
         return self._resource_ids[name]
 
+    def name(self, name: str) -> int:
+        """Number of a name in :attr:`name_table`; as :meth:`resource`."""
+        if name not in self._names:
+            self._names[name] = len(self.name_table)
+            self.name_table.append(name)
+        return self._names[name]
+
     def add_op(
         self,
         name: str,
@@ -179,14 +186,11 @@ class Graph:
         op = self._op_count
         if op == len(self._ops["kind"]):
             self._ops = {key: np.resize(column, 2 * op) for key, column in self._ops.items()}
-        if name not in self._names:
-            self._names[name] = len(self.name_table)
-            self.name_table.append(name)
-        row = (kind, resource, duration, gap, priority, tensor, rank, self._names[name], nbytes, True)
+        row = (kind, resource, duration, gap, priority, tensor, rank, self.name(name), nbytes, True)
         for column, value in zip(self._ops.values(), row, strict=True):
             column[op] = value
         self._op_count = op + 1
-        self._journal.append(("op",))
+        self._journal.append(("ops", 1))
         self._arrays = None
         for before in after:
             self.add_edge(before, op)
@@ -208,25 +212,33 @@ class Graph:
         self._edges["dst"][edge] = dst
         self._edges["alive"][edge] = True
         self._edge_count = edge + 1
-        self._journal.append(("edge",))
+        self._journal.append(("edges", 1))
         self._arrays = None
         return edge
 
-    def add_ops(self, name: str, kind: OpKind, count: int, **columns: npt.NDArray[Any] | int) -> npt.NDArray[np.int64]:
-        """:meth:`add_op` for ``count`` ops of one name at once; columns left out are as there. Returns their ids."""
+    def add_ops(
+        self,
+        name: str | npt.NDArray[np.int32],
+        kind: OpKind | npt.NDArray[np.uint8],
+        count: int,
+        **columns: npt.NDArray[Any] | int,
+    ) -> npt.NDArray[np.int64]:
+        """:meth:`add_op` for ``count`` ops at once; columns left out are as there. Returns their ids.
+
+        Args:
+            name: of all, or of each by its number (:meth:`name`).
+        """
         first, last = self._op_count, self._op_count + count
         while last > len(self._ops["kind"]):
             self._ops = {key: np.resize(column, 2 * len(column)) for key, column in self._ops.items()}
         values: dict[str, Any] = {
             "resource": NO_RESOURCE, "duration": 0, "gap": 0, "priority": 0, "tensor": -1, "rank": -1, "nbytes": -1,
-            **columns, "kind": kind, "name": self._names.setdefault(name, len(self.name_table)), "alive": True,
+            **columns, "kind": kind, "name": self.name(name) if isinstance(name, str) else name, "alive": True,
         }  # fmt: skip
-        if values["name"] == len(self.name_table):
-            self.name_table.append(name)
         for key, column in self._ops.items():
             column[first:last] = values[key]
         self._op_count = last
-        self._journal += [("op",)] * count
+        self._journal.append(("ops", count))
         self._arrays = None
         return np.arange(first, last)
 
@@ -244,7 +256,7 @@ class Graph:
         self._edges["src"][first:last], self._edges["dst"][first:last] = pairs[:, 0], pairs[:, 1]
         self._edges["alive"][first:last] = True
         self._edge_count = last
-        self._journal += [("edge",)] * len(pairs)
+        self._journal.append(("edges", len(pairs)))
         self._arrays = None
 
     def set(self, op: int, key: str, value: int) -> None:
@@ -278,11 +290,14 @@ class Graph:
     def _edges_of(self, ops: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Living edges that touch any of ``ops``. Old ones are looked up, so that one bucket's ops cost little."""
         n = self._edge_count
+        gone = np.zeros(self._op_count, "?")
+        gone[ops] = True
+        if _MANY * len(ops) > n:
+            every = self._edges["alive"][:n] & (gone[self._edges["src"][:n]] | gone[self._edges["dst"][:n]])
+            return np.flatnonzero(every)
         known = self._incident
         if known is None or n - known.edges > _UNINDEXED + known.edges // 4:
             known = self._incident = _Incident(self._edges["src"][:n], self._edges["dst"][:n], self._op_count)
-        gone = np.zeros(self._op_count, "?")
-        gone[ops] = True
         src, dst = self._edges["src"][known.edges : n], self._edges["dst"][known.edges : n]
         fresh = known.edges + np.flatnonzero(gone[src] | gone[dst])
         found = np.unique(np.concatenate([known.of(ops), fresh]))
@@ -308,9 +323,11 @@ class Graph:
         removed: list[int] = []
         for entry in self._journal[mark:]:
             what = entry[0]
-            first_op -= what == "op"
-            first_edge -= what == "edge"
-            if what == "set":
+            if what == "ops":
+                first_op -= entry[1]
+            elif what == "edges":
+                first_edge -= entry[1]
+            elif what == "set":
                 changed += [entry[1]] if isinstance(entry[1], int) else entry[1].tolist()
             elif what == "kill":
                 removed += entry[1].tolist()
@@ -325,10 +342,10 @@ class Graph:
         while len(self._journal) > mark:
             entry = self._journal.pop()
             what = entry[0]
-            if what == "op":
-                self._op_count -= 1
-            elif what == "edge":
-                self._edge_count -= 1
+            if what == "ops":
+                self._op_count -= entry[1]
+            elif what == "edges":
+                self._edge_count -= entry[1]
             elif what == "set":
                 self._ops[entry[2]][entry[1]] = entry[3]
             elif what == "kill":
@@ -416,6 +433,8 @@ class Graph:
 
 #: So many edges, and a fourth of all, may be new before all are indexed again.
 _UNINDEXED = 4096
+#: Of ops that are more than one in so many edges, all edges are looked at.
+_MANY = 200
 
 
 class _Incident:

@@ -14,7 +14,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from dpro.errors import DproError
-from dpro.graph.graph import Bucket, Graph, OpKind, TensorInfo
+from dpro.graph.graph import Bucket, Graph, TensorInfo
 
 _PLAIN = (int, float, str, bool)
 _COLUMNS = ("kind", "resource", "duration", "gap", "priority", "tensor", "rank", "name", "nbytes")
@@ -55,10 +55,10 @@ def unpack(blob: bytes) -> Graph:
         graph = Graph()
         for name in told["resources"]:
             graph.resource(name)
-        ops = graph.add_ops("", OpKind.LOCAL, len(columns["kind"]))
-        for key, values in columns.items():
-            graph.set_many(ops, key, values)
-        graph.name_table = told["names"]
+        for name in told["names"]:
+            graph.name(name)
+        names, kinds = columns.pop("name"), columns.pop("kind")
+        graph.add_ops(names, kinds, len(kinds), **columns)
         graph.add_edges(edges)
         graph.tensors = [TensorInfo(*fields) for fields in told["tensors"]]
         graph.buckets = [Bucket(tuple(tensors), nbytes, tuple(ops)) for tensors, nbytes, ops in told["buckets"]]

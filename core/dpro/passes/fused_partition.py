@@ -1,7 +1,7 @@
 """Tensor fusion and partition together: gradients that go to their servers as one, and into what parts that is cut
 (dPRO section 5.1).
 
-Knows the graph's OUT and IN ops and, through :mod:`dpro.passes.tensor_partition`, how parts travel; not who chooses. A
+Knows the graph's OUT and IN ops and, through :mod:`dpro.passes.push_pull`, how parts travel; not who chooses. A
 what-if: no library that trains with parameter servers fuses gradients, so no knob carries a result into a job.
 
 What goes as one goes when the last of it is ready, under the key of the first, and all of it is back when the last part
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from dpro.adapter import Knob
 from dpro.cost.ps import PsModel
 from dpro.graph.graph import Bucket, Graph
+from dpro.passes.push_pull import Piece, add_ways
 from dpro.passes.tensor_fusion import ready_order
-from dpro.passes.tensor_partition import HAND_TRIED_BYTES, add_parts, told
+from dpro.passes.tensor_partition import HAND_TRIED_BYTES, told
 from dpro.trace.byteps import MAX_PARTS, PAGE_BYTES, aligned, cut
 
 #: (tensor ids that go as one, bytes of a part at most), in the order in which they are ready.
@@ -88,11 +89,12 @@ class FusedPartition:
             else:
                 gone += bucket.ops
         graph.remove_ops(gone)
-        buckets = [
-            kept.get(group)
-            or _Modelled(group, sum(sizes), add_parts(graph, group, sizes, ps, model), sizes=sizes, model=model)
-            for group, sizes in wanted.items()
-        ]
+        new = {group: sizes for group, sizes in wanted.items() if group not in kept}
+        pieces = [Piece(way, k, size) for way, sizes in enumerate(new.values()) for k, size in enumerate(sizes)]
+        made = add_ways(graph, list(new), pieces, ps, model)
+        for (group, sizes), ops in zip(new.items(), made, strict=True):
+            kept[group] = _Modelled(group, sum(sizes), ops, sizes=sizes, model=model)
+        buckets = [kept[group] for group in wanted]
         graph.set_buckets([*buckets, *others])
         return mark
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from dpro.adapter import Knob
 from dpro.graph.graph import Bucket, Graph
+from dpro.passes.push_pull import Piece, add_ways
 from dpro.passes.tensor_fusion import ready_order
-from dpro.passes.tensor_partition import HAND_TRIED_BYTES, Way, captured, told
+from dpro.passes.tensor_partition import HAND_TRIED_BYTES, captured, told
 from dpro.trace.byteps import FIRST_NUMBER, MOST_NAMES, PAGE_BYTES, PART_BITS, aligned, cut, server_of, waits
 
 #: Parts on their way at once that are tried by hand.
@@ -67,22 +68,24 @@ class InFlight:
         buckets = list(graph.buckets)
         gone = {at: b for at, b in enumerate(buckets) if len(b.tensors) == 1 and b.tensors[0] in wanted}
         graph.remove_ops([op for bucket in gone.values() for op in bucket.ops])
-        ways = {bucket.tensors[0]: Way(graph, bucket.tensors, ps, model) for bucket in gone.values()}
+        row = {bucket.tensors[0]: number for number, bucket in enumerate(gone.values())}
         parts = pieces(graph, candidate.part_bytes)
-        ended: list[dict[int, int]] = []
-        for place, before in enumerate(waits([size for _, _, size in parts], candidate.in_flight_bytes)):
-            tensor, number, size = parts[place]
-            after: dict[int, list[int]] = {}
-            for earlier in before:
-                for rank, op in ended[earlier].items():
-                    after.setdefault(rank, []).append(op)
-            # the first numbers are those of names that were recorded
-            server = server_of((FIRST_NUMBER + MOST_NAMES + place) << PART_BITS, ps.layout.servers, ps.layout.hash_fn)
-            ended.append(ways[tensor].add_part(number, size, after, server))
-        for at, bucket in gone.items():
-            way = ways[bucket.tensors[0]]
-            way.add_ends(bucket.nbytes)
-            buckets[at] = Bucket(bucket.tensors, bucket.nbytes, tuple(way.ops))
+        turns = waits([size for _, _, size in parts], candidate.in_flight_bytes)
+        # the first numbers are those of names that were recorded
+        keys = [(FIRST_NUMBER + MOST_NAMES + place) << PART_BITS for place in range(len(parts))]
+        servers = [server_of(key, ps.layout.servers, ps.layout.hash_fn) for key in keys]
+        made = add_ways(
+            graph,
+            [bucket.tensors for bucket in gone.values()],
+            [
+                Piece(row[tensor], number, size, server, before)
+                for (tensor, number, size), server, before in zip(parts, servers, turns, strict=True)
+            ],
+            ps,
+            model,
+        )
+        for (at, bucket), ops in zip(gone.items(), made, strict=True):
+            buckets[at] = Bucket(bucket.tensors, bucket.nbytes, ops)
         graph.set_buckets(buckets)
         return mark
 

@@ -173,7 +173,9 @@ def optimize(
 def _search(judge: Judge, knobs: set[Knob], fingerprint: dict[str, str], top: int) -> SearchResult:
     """Of the graph that ``judge`` judges."""
     graph = judge.graph
-    baseline_ns = judge.replayed_ns(captured(graph))
+    baseline_ns = judge.first(captured(graph))
+    if not graph.info.get(REGIONS):
+        knobs = knobs - {Knob.COMPILE_REGIONS}
     compiled = []
     if Knob.COMPILE_REGIONS in knobs:  # with half the time, so that there is some for what is done without
         half = judge.with_half_the_time()

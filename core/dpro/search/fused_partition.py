@@ -19,7 +19,8 @@ from dpro.cost.ps import MODEL, best_parts, fit_ps
 from dpro.graph.graph import Graph, OpKind
 from dpro.graph.ps_ops import resources
 from dpro.passes.fused_partition import Fused, FusedPartition, pushed, runs
-from dpro.passes.tensor_partition import Way, own, told
+from dpro.passes.push_pull import add_parts
+from dpro.passes.tensor_partition import own, told
 from dpro.plan import Plan
 from dpro.replay.delta import DeltaReplay
 from dpro.replay.engine import replay
@@ -180,9 +181,7 @@ class Steps:
         scratch.tensors = self.graph.tensors
         for rank in ps.layout.ranks:
             scratch.out_op[rank, group[0]] = scratch.add_op("out", OpKind.OUT, rank=rank)
-        way = Way(scratch, group[:1], ps, model)
-        for number, size in enumerate(self.sizes(group, self.bound(group, count))):
-            way.add_part(number, size)
+        add_parts(scratch, group[:1], self.sizes(group, self.bound(group, count)), ps, model)
         return replay(scratch).makespan_ns
 
 

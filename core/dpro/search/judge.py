@@ -56,6 +56,7 @@ class Judge:
         self._base: DeltaReplay | None = None
         self._fusion = TensorFusion()
         self._times: dict[Grouping, int] = {}
+        self._groupings: dict[tuple[int, ...], Grouping] = {}
         self._ready_ns: dict[int, int] | None = None
         order = ready_order(graph)
         bytes_of: dict[str, int] = {}
@@ -86,7 +87,10 @@ class Judge:
 
     def grouping(self, caps: tuple[int, ...]) -> Grouping:
         """The buckets that DDP makes under these caps (bytes): one is uniform, more are a list."""
-        return ddp_uniform(self.graph, caps[0]) if len(caps) == 1 else ddp_grouping(self.graph, caps)
+        if caps not in self._groupings:
+            uniform = len(caps) == 1
+            self._groupings[caps] = ddp_uniform(self.graph, caps[0]) if uniform else ddp_grouping(self.graph, caps)
+        return self._groupings[caps]
 
     def out_of_time(self) -> bool:
         """Whether the time is up. Nothing enforces it but the search."""
@@ -132,6 +136,15 @@ class Judge:
                 out.append(tuple(fused))
             free = start + sum(model.time_ns(sum(tensors[t].nbytes for t in bucket)) for bucket in out[went:])
         return tuple(out)
+
+    def first(self, grouping: Grouping) -> int:
+        """:meth:`replayed_ns` of what the search begins with; the other ranks are told of it, if that is worth it."""
+        step_ns = self.replayed_ns(grouping)
+        if self._team is not None:
+            began = time.monotonic()
+            replay(self.graph)
+            self._team.join(self.graph, time.monotonic() - began)
+        return step_ns
 
     def replayed_ns(self, grouping: Grouping) -> int:
         """The same for the graph as it is now, whatever else has been edited; not remembered."""
@@ -225,9 +238,4 @@ class Judge:
 
         if self._team is None:
             return [here(caps) for caps in asked]
-        began, before = time.monotonic(), self.evaluations
-        steps_ns = self._team.steps_ns(self._base_caps, asked, here)
-        mean_s = (time.monotonic() - began) / max(1, self.evaluations - before)
-        if not self._base_caps:  # the graph is as it was given
-            self._team.join(self.graph, mean_s)
-        return steps_ns
+        return self._team.steps_ns(self._base_caps, asked, here)
