@@ -32,6 +32,7 @@ import numpy as np
 from benchmarks.cells import LINKS, MODELS, Jobs, JobSet, place, say
 from benchmarks.predict import load
 from benchmarks.replay_speed import ddp_graph
+from benchmarks.speedup import SETTINGS
 from dpro.adapter import Knob
 from dpro.cost.ps import MODEL, PsModel
 from dpro.cost.sync import SyncModel
@@ -64,17 +65,18 @@ STEPS = (
 DDP_KNOBS = (TURNED - {Knob.GROUPS, Knob.CYCLE_TIME}) | {Knob.BUCKET_LIST}
 #: Of a search without accelerations, s.
 _LONGEST_S = 120.0
+_MOST_STEPS = 400
 _DELTA_OPS, _DELTA_RANKS = 100_000, 64
 
 
 def captured(model: str, folder: Path) -> list[Path]:
-    """Trace files of the two ranks of a job that was captured just now."""
-    with JobSet(Jobs(model, "ddp", 2)) as job:
+    """Trace files of the two ranks of a job that was tuned just now, with the times of blocks that could be compiled."""
+    with JobSet(Jobs(model, "ddp", 2)) as job, tempfile.TemporaryDirectory() as runs:
         job.bed.set_rate(LINKS["1gbit"])
-        answers = job.ask("measure", warmup=5, steps=6, rounds=1, prefix="search")
+        job.ask("tune", settings={**SETTINGS, "trials": 1, "runs_dir": runs}, most_steps=_MOST_STEPS)
         files = [folder / f"{model}-{rank}.npz" for rank in range(2)]
-        for file, answer in zip(files, answers, strict=True):
-            shutil.copy(answer["traces"][0], file)
+        for rank, file in enumerate(files):
+            shutil.copy(next(Path(runs).glob(f"*/rank{rank}/trace.npz")), file)
     return files
 
 

@@ -458,7 +458,9 @@ class Tuner:
             try:
                 proposal = exchange.wait(key, max(0.0, patience_s - (time.monotonic() - began)))
             except (TimeoutError, RankLeft) as error:
-                proposal = json.dumps({"stop": describe(error), "freeze": True})
+                left = isinstance(error, RankLeft)
+                why = describe(error) if left else f"rank 0 did not answer within {patience_s:g} s"
+                proposal = json.dumps({"stop": why, "freeze": True})
         decision: dict[str, Any] = json.loads(exchange.agree(key, proposal))
         if "stop" in decision:
             raise _StepAside(decision["stop"], decision["freeze"])
@@ -488,8 +490,7 @@ class Tuner:
         quietly(lambda: self._session.conclude(outcome, everywhere))
         if outcome.planned is not None:  # megabytes that the job need not carry on
             outcome.planned.graph = outcome.planned.replay = None
-        if self._on_done is not None:
-            done = self._on_done
+        if (done := self._on_done) is not None:
             quietly(lambda: done(outcome))
 
     def _held(self) -> str:

@@ -277,8 +277,7 @@ class _Assembly:
         broken = break_cycles(times, edges)
         if broken:
             graph.warnings.append(f"{broken} dependencies that closed a cycle were dropped")
-        for src, dst in sorted(edges):
-            graph.add_edge(src, dst)
+        graph.add_edges(np.array(sorted(edges), dtype=np.int64).reshape(-1, 2))
 
     def _run(self, group: list[DraftOp | None]) -> Run | None:
         """The messages of a collective on the host, where all are known."""

@@ -136,10 +136,33 @@ def costly_names(trace: RankTrace) -> set[str]:
     count: Counter[int] = Counter()
     name_of = trace.columns["name"].tolist()
     for rows in host_threads(trace, int(trace.start.min()), int(trace.end.max()) + 1).values():
-        for piece in _pieces(trace, rows, set(), set())[0]:
-            total[name_of[piece.label]] += piece.end - piece.start
+        for row, own_ns in zip(rows, _own_ns(trace, rows), strict=True):
+            total[name_of[row]] += own_ns
         count.update(name_of[row] for row in rows)
     return {trace.names[name] for name, ns in total.items() if ns >= _OWN_OP_NS * count[name]}
+
+
+def _own_ns(trace: RankTrace, rows: list[int]) -> list[int]:
+    """For each row how much of its thread's time its pieces would have as their ``label``: sums need no pieces."""
+    starts, ends = trace.start[rows].tolist(), trace.end[rows].tolist()
+    framework = (trace.kind[rows] == EventKind.CPU_OP).tolist()
+    own = [0] * len(rows)
+    stack: list[tuple[int, int]] = []  # end, place of the label
+    for place, (start, end, is_op) in enumerate(zip(starts, ends, framework, strict=True)):
+        while stack and stack[-1][0] <= start:
+            stack.pop()
+        label = place
+        if stack:
+            end = min(end, stack[-1][0])
+            if is_op:
+                own[stack[-1][1]] -= end - start
+            else:
+                label = stack[-1][1]
+        if label == place:
+            own[place] += end - start
+        if end > start:
+            stack.append((end, label))
+    return own
 
 
 def _pieces(trace: RankTrace, rows: list[int], whole: set[int], own: set[str]) -> tuple[list[_Piece], Counter[int]]:
