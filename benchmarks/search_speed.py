@@ -70,7 +70,7 @@ _DELTA_OPS, _DELTA_RANKS = 100_000, 64
 
 
 def captured(model: str, folder: Path) -> list[Path]:
-    """Trace files of the two ranks of a job that was tuned just now, with the times of blocks that could be compiled."""
+    """Trace files of the two ranks of a job tuned just now, with the times of blocks that could be compiled."""
     with JobSet(Jobs(model, "ddp", 2)) as job, tempfile.TemporaryDirectory() as runs:
         job.bed.set_rate(LINKS["1gbit"])
         job.ask("tune", settings={**SETTINGS, "trials": 1, "runs_dir": runs}, most_steps=_MOST_STEPS)
