@@ -20,7 +20,10 @@ def replay(
     """
 
 class Delta:
-    """The schedule of a graph, ready for edits; each is taken back before the next. Arrays as for :func:`replay`."""
+    """The schedule of a graph, ready for edits; each is taken back before the next.
+
+    Arrays as for :func:`replay`, which gave ``start``, ``end`` and ``cause`` of these very ones.
+    """
 
     def __init__(
         self,
@@ -31,6 +34,9 @@ class Delta:
         indptr: npt.NDArray[np.int64],
         indices: npt.NDArray[np.int32],
         resources: int,
+        start: npt.NDArray[np.int64],
+        end: npt.NDArray[np.int64],
+        cause: npt.NDArray[np.int32],
     ) -> None: ...
     def run(
         self,

@@ -50,13 +50,14 @@ py::tuple replay(const Array<std::int32_t>& resource, const Array<std::int64_t>&
 std::unique_ptr<dpro::Delta> delta(const Array<std::int32_t>& resource, const Array<std::int64_t>& duration,
                                    const Array<std::int64_t>& gap, const Array<std::int32_t>& priority,
                                    const Array<std::int64_t>& indptr, const Array<std::int32_t>& indices,
-                                   std::int32_t resources) {
+                                   std::int32_t resources, Array<std::int64_t>& start, Array<std::int64_t>& end,
+                                   Array<std::int32_t>& cause) {
     const dpro::ReplayInput in = input(resource, duration, gap, priority, indptr, indices, resources);
-    std::vector<std::int64_t> start(in.ops), end(in.ops);
-    std::vector<std::int32_t> cause(in.ops);
-    const dpro::ReplayOutput out{start.data(), end.data(), cause.data()};
+    if (start.size() != in.ops || end.size() != in.ops || cause.size() != in.ops) {
+        throw std::invalid_argument("a schedule has a row for each op");
+    }
+    const dpro::ReplayOutput out{start.mutable_data(), end.mutable_data(), cause.mutable_data()};
     py::gil_scoped_release released;
-    if (dpro::replay(in, out).done < in.ops) throw std::invalid_argument("some ops wait for themselves");
     return std::make_unique<dpro::Delta>(in, out);
 }
 
@@ -103,7 +104,8 @@ PYBIND11_MODULE(_native, module) {
     py::class_<dpro::Delta>(module, "Delta", "The schedule of a graph, ready for edits; each is taken back before the next.")
         .def(py::init(&delta), py::arg("resource").noconvert(), py::arg("duration").noconvert(), py::arg("gap").noconvert(),
              py::arg("priority").noconvert(), py::arg("indptr").noconvert(), py::arg("indices").noconvert(),
-             py::arg("resources"))
+             py::arg("resources"), py::arg("start").noconvert(), py::arg("end").noconvert(),
+             py::arg("cause").noconvert())
         .def("run", &run, py::arg("changed").noconvert(), py::arg("resource").noconvert(), py::arg("duration").noconvert(),
              py::arg("gap").noconvert(), py::arg("priority").noconvert(), py::arg("removed").noconvert(),
              py::arg("src").noconvert(), py::arg("dst").noconvert(), py::arg("limit"),

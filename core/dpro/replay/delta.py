@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dpro import _native
 from dpro.graph.graph import Graph
-from dpro.replay.engine import Replay, replay
+from dpro.replay.engine import Replay, native_arrays, replay
 
 #: With more than this share of the ops to look at, a whole replay is as fast.
 _LIMIT_SHARE = 0.25
@@ -37,15 +37,7 @@ class DeltaReplay:
         self._played = replay(graph)
         arrays = graph.arrays()
         self._resources = arrays.resources
-        self._native = _native.Delta(
-            arrays.resource,
-            arrays.duration,
-            arrays.gap,
-            arrays.priority,
-            arrays.indptr,
-            arrays.indices,
-            arrays.resources,
-        )
+        self._native = _native.Delta(*native_arrays(arrays), self._played.start, self._played.end, self._played.cause)
         #: op -> row of the base; -1 of dead ones
         self._row = np.full(len(graph.column("kind")), -1, dtype=np.int32)
         self._row[arrays.ids] = np.arange(len(arrays.ids), dtype=np.int32)

@@ -68,18 +68,27 @@ def bucket_spans(graph: Graph, played: Replay, arrays: Arrays) -> list[tuple[int
 
 def replay_arrays(arrays: Arrays) -> Replay:
     """Replay frozen arrays, without copying them and without holding the GIL; errors as :func:`replay`."""
-    start, end, cause, makespan_ns, done, working_bytes = _native.replay(
-        arrays.resource,
-        arrays.duration,
-        arrays.gap,
-        arrays.priority,
-        arrays.indptr,
-        arrays.indices,
-        arrays.resources,
-    )
+    start, end, cause, makespan_ns, done, working_bytes = _native.replay(*native_arrays(arrays))
     if done < len(start):
         raise cycle_error(arrays, start < 0)
     return Replay(start, end, cause, makespan_ns, working_bytes)
+
+
+def native_arrays(
+    arrays: Arrays,
+) -> tuple[
+    npt.NDArray[np.int32],
+    npt.NDArray[np.int64],
+    npt.NDArray[np.int64],
+    npt.NDArray[np.int32],
+    npt.NDArray[np.int64],
+    npt.NDArray[np.int32],
+    int,
+]:
+    """What the native core takes a graph as."""
+    return (
+        arrays.resource, arrays.duration, arrays.gap, arrays.priority, arrays.indptr, arrays.indices, arrays.resources,
+    )  # fmt: skip
 
 
 def cycle_error(arrays: Arrays, stuck: npt.NDArray[np.bool_]) -> CycleError:
