@@ -94,8 +94,9 @@ def watch(ddp: DistributedDataParallel, watched: bool) -> None:
 def times(ddp: DistributedDataParallel) -> dict[int, int]:
     """What a forward and backward pass over a part of the batch takes, parts per batch -> ns; with 1, the whole.
 
-    Away from the training: nothing is accumulated or synchronised, no gradient of the job's is touched. Adding a part's
-    gradients to those before it is counted in. Empty where the job's batch can't be cut.
+    Away from the training: nothing is accumulated or synchronised, no gradient of the job's is touched. Beside
+    those there is one set of gradients at a time, as the job may be short of memory. Adding a part's gradients to
+    those before it is counted in. Empty where the job's batch can't be cut.
 
     Raises:
         RuntimeError: parts of a batch give other gradients than the batch, or change what the model keeps.
@@ -110,18 +111,15 @@ def times(ddp: DistributedDataParallel) -> dict[int, int]:
     model, parameters = ddp.module, [p for p in ddp.module.parameters() if p.requires_grad]
     kept = [buffer.clone() for buffer in model.buffers()]
 
-    def gradients(part: Any) -> list[torch.Tensor]:
-        found = torch.autograd.grad(loss_of(model, part), parameters, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+    def gradients(part: Any) -> object:
+        return torch.autograd.grad(loss_of(model, part), parameters, allow_unused=True)
 
     try:
-        halves = [gradients(part_of(batch, number, counts[0])) for number in range(counts[0])]
-        mean = [sum(parts) / counts[0] for parts in zip(*halves, strict=True)]
-        del halves
-        _refuse_unlike(mean, gradients(batch))
+        rest = _apart(partial(loss_of, model), parameters, batch, counts[0])
         if any(not torch.equal(old, new) for old, new in zip(kept, model.buffers(), strict=True)):
             raise RuntimeError("a forward pass changes what the model keeps")
-        adding_ns = min(_timed(partial(torch._foreach_add_, mean, mean), ddp) for _ in range(_TIMES))
+        adding_ns = min(_timed(partial(torch._foreach_add_, rest, rest), ddp) for _ in range(_TIMES))
+        del rest
         # each part's time beside the whole's, in turns: what else the machine does, it does to both
         taken: dict[int, list[float]] = {parts: [] for parts in counts}
         whole_ns = []
@@ -138,11 +136,41 @@ def times(ddp: DistributedDataParallel) -> dict[int, int]:
                 new.data.copy_(old)
 
 
-def _refuse_unlike(parts: list[torch.Tensor], whole: list[torch.Tensor]) -> None:
-    largest = max((float(g.abs().max()) for g in whole if g.numel()), default=0.0)
-    apart = max((float((a - b).abs().max()) for a, b in zip(parts, whole, strict=True) if a.numel()), default=0.0)
-    if not apart <= _ROUNDING * largest:
+def _apart(
+    loss_of: Callable[[Any], torch.Tensor], parameters: list[torch.nn.Parameter], batch: Any, parts: int
+) -> list[torch.Tensor]:
+    """The whole batch's gradients less the mean of its parts'. This one set is all that is held: a gradient is added to
+    it, or taken off, as soon as it is there, and nothing is left of it then.
+
+    Raises:
+        RuntimeError: they are not alike.
+    """
+    rest = [torch.zeros_like(p) for p in parameters]
+    share = 1.0
+
+    def taken(into: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        into.add_(gradient, alpha=share)
+        return into.new_zeros(()).expand_as(into)  # in its place, of no size
+
+    handles = [p.register_hook(partial(taken, into)) for p, into in zip(parameters, rest, strict=True)]
+    try:
+        torch.autograd.grad(loss_of(batch), parameters, allow_unused=True)
+        largest = _largest(rest)
+        share = -1 / parts
+        for number in range(parts):
+            torch.autograd.grad(loss_of(part_of(batch, number, parts)), parameters, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not _largest(rest) <= _ROUNDING * largest:
         raise RuntimeError("parts of a batch give other gradients than the batch (batch norm, dropout, no mean loss)")
+    return rest
+
+
+def _largest(gradients: list[torch.Tensor]) -> float:
+    """Of all their values, without the sign; NaN where one is."""
+    norms = [torch.linalg.vector_norm(g, float("inf")).double() for g in gradients if g.numel()]
+    return float(torch.stack(norms).max()) if norms else 0.0
 
 
 def _timed(call: Callable[[], object], ddp: DistributedDataParallel) -> int:
