@@ -35,10 +35,10 @@ from dpro_integrations.torch_adapter import TorchAdapter
 from dpro_integrations.torch_capture import Capture
 from dpro_integrations.torch_exchange import exchange_of_job
 from dpro_integrations.torch_forward import OrderWatch, before_next_forward
-from dpro_integrations.torch_recompute import check_blocks, recompute
 from dpro_integrations.torch_rewrap import (
     HAS_CAP_LIST,
     arguments,
+    bucket_bytes,
     built_over_these,
     compress,
     gradient_dtypes,
@@ -106,9 +106,7 @@ class TorchDDPAdapter(TorchAdapter):
         self._seen_at = time.monotonic()
         self._longest_s = 0.0
         self._cpu = StepCpu(time.thread_time_ns)
-        self._memory = self._timed = False
-        #: undoes the re-computation in force
-        self._recomputes: list[Callable[[], None]] = []
+        self._timed = False
 
     def capabilities(self) -> set[Knob]:
         if self.why_not():
@@ -169,11 +167,11 @@ class TorchDDPAdapter(TorchAdapter):
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return reducer_parameters(self._ddp)
 
-    def meter_memory(self) -> None:
-        self._memory = True
+    def _unseen_bytes(self) -> int:
+        return bucket_bytes(self._ddp)
 
     def start_capture(self) -> None:
-        self._capture = Capture(self._ddp, self._longest_s, self._cpu, self._new_marks(), self._memory)
+        self._capture = Capture(self._ddp, self._longest_s, self._cpu, self._new_marks(), self._new_meter())
         torch_micro.watch(self._ddp, self._memory and not self._timed)
 
     def stop_capture(self) -> RankTrace:
@@ -214,13 +212,12 @@ class TorchDDPAdapter(TorchAdapter):
         self._check_regions(plan)
         if plan.accumulate is not None and not torch_micro.can_cut(self._ddp):
             raise PlanError("the job's batches can't be cut: its steps do not go through dpro_integrations.torch_micro")
-        if not self._recomputes:
-            check_blocks(self._ddp.module, plan.recompute or [])
+        self._check_blocks(plan)
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)
         self._keep_all()
-        check_blocks(self._ddp.module, plan.recompute or [])
+        self._check_blocks(plan)
         if self._original is not None:
             given = dict(self._original)
             if plan.bucket_caps:
@@ -231,7 +228,7 @@ class TorchDDPAdapter(TorchAdapter):
                 compress(self._ddp, plan.gradient_dtype)
                 self._compressed = True
         self._set_regions(plan)
-        self._recomputes.append(recompute(self._ddp.module, plan.recompute or []))
+        self._set_blocks(plan)
         torch_micro.set_parts(self._ddp, plan.accumulate or 1)
 
     def revert(self) -> None:
@@ -249,8 +246,7 @@ class TorchDDPAdapter(TorchAdapter):
     def _keep_all(self) -> None:
         """No block is recomputed any more, no batch cut."""
         torch_micro.set_parts(self._ddp, 1)
-        while self._recomputes:
-            self._recomputes.pop()()
+        self._set_blocks(None)
 
     def close(self) -> None:
         if self._order is not None:

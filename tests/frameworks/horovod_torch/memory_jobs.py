@@ -1,0 +1,34 @@
+"""Horovod jobs whose activations are most of their memory (as ``tests/frameworks/torch_ddp/memory_jobs.py``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.frameworks.horovod_torch.jobs import distribute, job
+from tests.frameworks.torch_ddp.memory_jobs import net, switched, trained
+
+
+def over_budget(budget: int = 0, steps: int = 26) -> dict[str, Any]:
+    """``budget``: bytes, 0: no dpro."""
+    from dpro_integrations import horovod_torch
+
+    with job() as rank:
+        model = net()
+        optimizer = distribute(model)
+        tuner = horovod_torch.autotune(optimizer, memory_bytes=budget) if budget else None
+        return trained(model, optimizer, tuner, rank, steps)
+
+
+def to_and_fro(plans: bool) -> dict[str, Any]:
+    """See :func:`tests.frameworks.torch_ddp.memory_jobs.switched`."""
+    import horovod.torch as hvd
+
+    from dpro_integrations.horovod_exchange import join_exchange
+    from dpro_integrations.horovod_torch import HorovodTorchAdapter
+
+    with job() as rank:
+        model = net()
+        optimizer = distribute(model)
+        exchange = join_exchange(rank, hvd.size(), "to and fro", 20.0) if plans else None
+        adapter = HorovodTorchAdapter(optimizer, exchange) if exchange is not None else None
+        return switched(model, model, optimizer, adapter, rank, {"tensor_groups": [["6.weight", "5.0.bias"]]})

@@ -1,0 +1,63 @@
+"""Jobs over their memory budget as tests, for every adapter that can have blocks recomputed.
+
+A framework's test module names the jobs that run on every rank, and provides a ``ranks`` fixture that imported the
+framework::
+
+    class TestMemory(FitsItsBudget):
+        jobs = "tests.frameworks.torch_ddp.memory_jobs"
+
+``over_budget`` takes ``budget`` (bytes, 0: no dpro) and ``steps``, ``to_and_fro`` whether there are ``plans``; they
+return what :func:`~tests.frameworks.torch_ddp.memory_jobs.trained` and ``switched`` do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frameworks.launch import Ranks
+
+
+def fits(first: dict[str, Any], budget: float, rel: float) -> None:
+    """KEPT, the measured peak within the budget and as predicted."""
+    assert first["verdict"] == "KEPT" and "it fits" in first["reason"], first
+    [measured] = first["measured"]
+    assert measured <= budget and measured == pytest.approx(first["predicted_bytes"], rel=rel)
+
+
+class FitsItsBudget:
+    """The tests; real jobs whose activations are most of their memory."""
+
+    jobs: str
+
+    def test_made_to_fit(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Seven tenths of what it takes: blocks are recomputed, the measured peak is below, and as predicted."""
+        plain = ranks.run(f"{self.jobs}:over_budget", tmp_path / "plain").ok()
+        roomy = ranks.run(f"{self.jobs}:over_budget", tmp_path / "roomy", budget=1 << 40).ok()
+        assert roomy.values[0]["forwards"] == 0 and "recompute" not in roomy.values[0]["plan"]
+        budget = round(0.7 * roomy.values[0]["peak"])
+        found = ranks.run(f"{self.jobs}:over_budget", tmp_path / "tight", budget=budget).ok()
+        fits(found.values[0], budget, rel=0.02)
+        assert found.values[0]["plan"]["recompute"] and {value["forwards"] > 0 for value in found.values} == {True}
+        assert [value["weights"] for value in found.values] == [value["weights"] for value in plain.values]
+
+    def test_cannot_be_made_to_fit(self, ranks: Ranks, tmp_path: Path) -> None:
+        plain = ranks.run(f"{self.jobs}:over_budget", tmp_path / "plain", steps=20).ok()
+        found = ranks.run(f"{self.jobs}:over_budget", tmp_path / "with", steps=20, budget=1000).ok()
+        first = found.values[0]
+        assert first["verdict"] == "NO_BETTER_PLAN" and "fits" in first["reason"] and first["forwards"] == 0
+        assert [value["weights"] for value in found.values] == [value["weights"] for value in plain.values]
+
+    def test_blocks_to_and_fro(self, ranks: Ranks, tmp_path: Path) -> None:
+        """In mid-training, by the adapter; what doesn't fit changes nothing."""
+        plain = ranks.run(f"{self.jobs}:to_and_fro", tmp_path / "plain", plans=False).ok()
+        found = ranks.run(f"{self.jobs}:to_and_fro", tmp_path / "with", plans=True).ok()
+        for value in found.values:
+            assert value["in_force"] == [["1", "2.0"], ["0"], [], [], []]
+            assert value["left"] == []
+            assert [error.partition(" has ")[2] for error in value["errors"]] == [
+                "no block '1.9'", "no block '1.9'", "no block '1.0..9'", "no block '1.0..9'",
+            ]  # fmt: skip
+        assert [value["weights"] for value in found.values] == [value["weights"] for value in plain.values]
