@@ -38,7 +38,7 @@ from dpro_integrations.host_load import StepCpu
 from dpro_integrations.torch_adapter import TorchAdapter
 
 #: Of a plan, that can be set here.
-_FIELDS = {"tensor_groups", "compile_regions", "recompute"}
+_FIELDS = {"tensor_groups", "compile_regions", "recompute", "accumulate"}
 #: Optimizers that have or had a tuner. Weak on both sides: neither may live on because it was tuned once.
 _tuned: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Tuner]] = weakref.WeakKeyDictionary()
 _count = 0
@@ -74,6 +74,7 @@ class HorovodTorchAdapter(TorchAdapter):
         self._groups = Groups(optimizer)
         self._model_seen: Callable[[], torch.nn.Module | None] = _nobody
         self._sparse = False
+        self._parts = 1
         # hvd.init() makes a new one of these each time: how to see that Horovod was started anew
         self._generation = mpi_ops._handle_map
         self._place = hvd.rank(), hvd.size()
@@ -89,6 +90,8 @@ class HorovodTorchAdapter(TorchAdapter):
         knobs = {Knob.GROUPS, Knob.CYCLE_TIME}
         if self._module() is not None:
             knobs.add(Knob.RECOMPUTE)
+        if self._can_cut():
+            knobs.add(Knob.ACCUMULATE)
         if self._can_compile():
             knobs.add(Knob.COMPILE_REGIONS)
         return knobs
@@ -137,6 +140,7 @@ class HorovodTorchAdapter(TorchAdapter):
 
     def start_capture(self) -> None:
         self._capture = Capture(self._optimizer, self._longest_s, self._cpu, self._new_marks(), self._new_meter())
+        self._watch_parts(True)
 
     def prepare(self, plan: Plan) -> None:
         self._check_fit(plan)
@@ -145,17 +149,19 @@ class HorovodTorchAdapter(TorchAdapter):
         foreign = sorted(set(plan.settings()) - _FIELDS)
         if foreign:
             raise PlanError(f"Horovod has no setting for {foreign[0]!r} that dpro changes in a running job")
-        if not plan.tensor_groups and not plan.compile_regions and not plan.recompute:
+        if not _FIELDS & set(plan.settings()):
             raise PlanError("the plan has no tensor_groups")
         known = self._known()
         for name in (name for group in plan.tensor_groups or () for name in group):
             if name not in known:
                 raise PlanError(f"the optimizer has no parameter {name!r}")
         self._check_regions(plan)
+        self._check_parts(plan)
         self._check_blocks(plan)
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)
+        self._set_parts(1)
         self._set_blocks(None)
         self._check_blocks(plan)
         known = self._known()
@@ -165,11 +171,24 @@ class HorovodTorchAdapter(TorchAdapter):
             self._groups.clear()
         self._set_regions(plan)
         self._set_blocks(plan)
+        self._set_parts(plan.accumulate or 1)
 
     def revert(self) -> None:
+        self._set_parts(1)
         self._set_blocks(None)
         self._set_regions(None)
         self._groups.clear()
+
+    def _can_cut(self) -> bool:
+        # a job that accumulates already means something else by its steps
+        return self._optimizer.backward_passes_per_step == self._parts and super()._can_cut()
+
+    def _set_parts(self, parts: int) -> None:
+        if parts != self._parts:
+            super()._set_parts(parts)
+            # a step that has one pass all the same hands its gradients in as it ends
+            self._optimizer.set_backward_passes_per_step(parts)
+            self._parts = parts
 
     def close(self) -> None:
         if self._before_step is not None:

@@ -14,8 +14,10 @@ from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings
+from dpro.trace.memory import MICRO
 from dpro.trace.model import RankTrace
 from dpro.trace.regions import Region
+from dpro_integrations import torch_micro
 from dpro_integrations.torch_compile import LIMIT_S, CompiledRegions, why_no_compiler
 from dpro_integrations.torch_memory import Meter
 from dpro_integrations.torch_recompute import check_blocks, recompute
@@ -40,7 +42,7 @@ class TorchAdapter:
     _marks: LayerMarks | None = None
     _regions: CompiledRegions | None = None
     #: captures tell what takes memory
-    _memory = False
+    _memory = _timed = False
     _undo_blocks: Callable[[], None] | None = None
 
     def fingerprint(self) -> dict[str, str]:
@@ -54,6 +56,10 @@ class TorchAdapter:
         """The model, whose submodules can be compiled or recomputed; None: it is not known."""
         raise NotImplementedError
 
+    def _called(self) -> torch.nn.Module | None:
+        """What the job calls, and hands to ``torch_micro``; None: it is not known."""
+        return self._module()
+
     def capabilities(self) -> set[Knob]:
         """See :class:`dpro.adapter.Adapter`."""
         raise NotImplementedError
@@ -66,12 +72,15 @@ class TorchAdapter:
         capture, self._capture = self._capture, None
         if capture is None:
             raise RuntimeError("no capture is running")
-        return capture.finish()
+        trace = capture.finish()
+        self._time_parts(trace)
+        return trace
 
     def abort_capture(self) -> None:
         capture, self._capture = self._capture, None
         if capture is not None:
             capture.abort()
+        self._watch_parts(False)
 
     def checksum(self) -> str:
         """Over up to 64 values of every parameter: cheap, and any lost update moves it."""
@@ -165,6 +174,43 @@ class TorchAdapter:
             undo()
         if plan is not None and plan.recompute:
             self._undo_blocks = recompute(self._planned_module(), plan.recompute)
+
+    def _can_cut(self) -> bool:
+        """Whether the job's batches can be cut: its steps go through ``torch_micro``."""
+        called = self._called()
+        return called is not None and torch_micro.can_cut(called)
+
+    def _check_parts(self, plan: Plan) -> None:
+        """Refuse to cut batches that can't be.
+
+        Raises:
+            PlanError: see :meth:`_can_cut`.
+        """
+        if plan.accumulate is not None and not self._can_cut():
+            raise PlanError("the job's batches can't be cut: its steps do not go through dpro_integrations.torch_micro")
+
+    def _set_parts(self, parts: int) -> None:
+        """Have batches cut into as many; 1: not at all."""
+        called = self._called()
+        if called is not None:
+            torch_micro.set_parts(called, parts)
+
+    def _watch_parts(self, watched: bool) -> None:
+        """In a capture: what a step is made of is kept, until what its parts take was timed once."""
+        called = self._called() if self._memory else None
+        if called is not None:
+            torch_micro.watch(called, watched and not self._timed)
+
+    def _time_parts(self, trace: RankTrace) -> None:
+        try:
+            called = self._called() if self._memory and not self._timed else None
+            if called is not None:
+                self._timed = True
+                trace.meta.extra[MICRO] = {str(parts): ns for parts, ns in torch_micro.times(called).items()}
+        except Exception as error:  # the job's own function on parts of its batch; there are other ways
+            trace.warnings.append(f"no micro-batches: {error}")
+        finally:
+            self._watch_parts(False)
 
     def _planned_module(self) -> torch.nn.Module:
         """The model, of which a plan has parts.

@@ -6,8 +6,8 @@ framework::
     class TestMemory(FitsItsBudget):
         jobs = "tests.frameworks.torch_ddp.memory_jobs"
 
-``over_budget`` takes ``budget`` (bytes, 0: no dpro) and ``steps``, ``to_and_fro`` whether there are ``plans``; they
-return what :func:`~tests.frameworks.torch_ddp.memory_jobs.trained` and ``switched`` do.
+``over_budget`` is as that one, ``to_and_fro`` takes whether there are ``plans``; they return what
+:func:`~tests.frameworks.torch_ddp.memory_jobs.trained` and ``switched`` do.
 """
 
 from __future__ import annotations
@@ -49,6 +49,25 @@ class FitsItsBudget:
         first = found.values[0]
         assert first["verdict"] == "NO_BETTER_PLAN" and "fits" in first["reason"] and first["forwards"] == 0
         assert [value["weights"] for value in found.values] == [value["weights"] for value in plain.values]
+
+    def test_micro_batches(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Seven tenths of what it takes: batches are cut. Same weights but for rounding, same loss."""
+        job = f"{self.jobs}:over_budget"
+        plain = ranks.run(job, tmp_path / "roomy", parts=True, dropout=0.0, budget=1 << 40).ok()
+        budget = round(0.7 * plain.values[0]["peak"])
+        found = ranks.run(job, tmp_path / "tight", parts=True, dropout=0.0, budget=budget).ok()
+        fits(found.values[0], budget, rel=0.05)
+        assert found.values[0]["plan"]["accumulate"] > 1
+        for with_dpro, without in zip(found.values, plain.values, strict=True):
+            assert with_dpro["values"] == pytest.approx(without["values"], abs=1e-4, rel=1e-5)
+            assert with_dpro["losses"] == pytest.approx(without["losses"], rel=1e-5)
+
+    def test_dropout_draws_otherwise_for_parts(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Batches that may not be cut are not, and the job is told why."""
+        job = f"{self.jobs}:over_budget"
+        found = ranks.run(job, tmp_path, parts=True, dropout=0.1, steps=20, budget=1000).ok()
+        first = found.values[0]
+        assert first["verdict"] == "NO_BETTER_PLAN" and any("dropout" in line for line in first["warnings"])
 
     def test_blocks_to_and_fro(self, ranks: Ranks, tmp_path: Path) -> None:
         """In mid-training, by the adapter; what doesn't fit changes nothing."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from tests.frameworks.horovod_torch.jobs import distribute, job
-from tests.frameworks.torch_ddp.memory_jobs import net, switched, trained
+from tests.frameworks.torch_ddp.memory_jobs import net, switched, trained, without_blocks
 
 
-def over_budget(budget: int = 0, steps: int = 26) -> dict[str, Any]:
-    """``budget``: bytes, 0: no dpro."""
+def over_budget(budget: int = 0, steps: int = 26, parts: bool = False, dropout: float = 0.1) -> dict[str, Any]:
+    """As :func:`tests.frameworks.torch_ddp.memory_jobs.over_budget`."""
     from dpro_integrations import horovod_torch
 
+    if parts:
+        without_blocks(horovod_torch.HorovodTorchAdapter)
     with job() as rank:
-        model = net()
+        model = net(dropout)
         optimizer = distribute(model)
         tuner = horovod_torch.autotune(optimizer, memory_bytes=budget) if budget else None
-        return trained(model, optimizer, tuner, rank, steps)
+        return trained(model, optimizer, tuner, rank, steps, parts)
 
 
 def to_and_fro(plans: bool) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,18 +17,15 @@ RUN_AND_ONE = ["1.0..3", "2.0"]
 
 def over_budget(budget: int = 0, steps: int = 26, parts: bool = False, dropout: float = 0.1) -> dict[str, Any]:
     """``budget``: bytes, 0: no dpro. ``parts``: its batches can be cut, and there is nothing else to choose."""
-    from dpro.adapter import Knob
-    from dpro_integrations import torch_ddp, torch_micro
+    from dpro_integrations import torch_ddp
 
     if parts:
-        offered = torch_ddp.TorchDDPAdapter.capabilities
-        patch(torch_ddp.TorchDDPAdapter, "capabilities", lambda self: offered(self) - {Knob.RECOMPUTE})
+        without_blocks(torch_ddp.TorchDDPAdapter)
     with group() as rank:
         ddp = DDP(net(dropout))
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
         tuner = torch_ddp.autotune(ddp, optimizer=optimizer, memory_bytes=budget)[1] if budget else None
-        cut = (lambda data: torch_micro.step(ddp, loss_of, data)) if parts else None
-        return trained(ddp, optimizer, tuner, rank, steps, cut)
+        return trained(ddp, optimizer, tuner, rank, steps, parts)
 
 
 def to_and_fro(plans: bool) -> dict[str, Any]:
@@ -49,6 +45,14 @@ def net(dropout: float = 0.1) -> nn.Sequential:
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
 
 
+def without_blocks(adapter: Any) -> None:
+    """Have an adapter's class offer none."""
+    from dpro.adapter import Knob
+
+    offered = adapter.capabilities
+    patch(adapter, "capabilities", lambda self: offered(self) - {Knob.RECOMPUTE})
+
+
 def loss_of(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
     loss: Tensor = (model(data["x"]) - data["y"]).square().mean()
     return loss
@@ -59,15 +63,17 @@ def train(
     optimizer: torch.optim.Optimizer,
     rank: int,
     steps: range,
-    passes: Callable[[dict[str, Tensor]], Tensor] | None = None,
+    parts: bool = False,
 ) -> list[float]:
-    """The plain loop, or that with ``passes`` (see :func:`trained`), whose losses it gives."""
+    """The plain loop, or that of batches that can be cut, whose losses it gives."""
+    from dpro_integrations import torch_micro
+
     losses = []
     for step in steps:
         optimizer.zero_grad()
         data = {"x": batch(step, rank=rank).repeat(256, 1), "y": batch(step, rank=rank).repeat(256, 1)[:, :1]}
-        if passes is not None:
-            losses.append(float(passes(data)))
+        if parts:
+            losses.append(float(torch_micro.step(model, loss_of, data)))
         else:
             loss_of(model, data).backward()
         optimizer.step()
@@ -80,14 +86,10 @@ def trained(
     tuner: Any,
     rank: int,
     steps: int,
-    passes: Callable[[dict[str, Tensor]], Tensor] | None = None,
+    parts: bool = False,
 ) -> dict[str, Any]:
-    """Train, and close ``tuner`` (None: no dpro). Gives weights, and what came of it.
-
-    Args:
-        passes: forward and backward pass of a step, by its batch; gives its loss. None: the plain two.
-    """
-    losses = train(model, optimizer, rank, range(steps), passes)
+    """Train, and close ``tuner`` (None: no dpro). Gives weights, and what came of it."""
+    losses = train(model, optimizer, rank, range(steps), parts)
     found = {
         "weights": digest(model),
         "forwards": len(recomputed(model)),
