@@ -31,6 +31,6 @@ def to_and_fro(plans: bool) -> dict[str, Any]:
     with job() as rank:
         model = net()
         optimizer = distribute(model)
-        exchange = join_exchange(rank, hvd.size(), "to and fro", 20.0) if plans else None
+        exchange = join_exchange(rank, hvd.size(), "fro", 20.0) if plans else None
         adapter = HorovodTorchAdapter(optimizer, exchange) if exchange is not None else None
         return switched(model, model, optimizer, adapter, rank, {"tensor_groups": [["6.weight", "5.0.bias"]]})
