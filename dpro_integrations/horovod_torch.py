@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
 from dpro.tuner import Tuner
+from dpro_integrations import torch_micro
 from dpro_integrations.base import step_aside
 from dpro_integrations.horovod_capture import Capture
 from dpro_integrations.horovod_exchange import meet
@@ -186,6 +188,8 @@ class HorovodTorchAdapter(TorchAdapter):
     def _set_parts(self, parts: int) -> None:
         if parts != self._parts:
             super()._set_parts(parts)
+            if (model := self._module()) is not None:
+                torch_micro.cutting(model).broke_off = partial(_begin_anew, self._optimizer)
             # a step that has one pass all the same hands its gradients in as it ends
             self._optimizer.set_backward_passes_per_step(parts)
             self._parts = parts
@@ -225,6 +229,13 @@ class HorovodTorchAdapter(TorchAdapter):
 
 def _nobody() -> None:
     return None
+
+
+def _begin_anew(optimizer: Any) -> None:
+    """A step broke off between its backward passes: the next one has all of them, unless gradients are under way."""
+    if not any(handle for handle, _ in optimizer._handles.values()):
+        optimizer._handles.clear()
+        optimizer.set_backward_passes_per_step(optimizer.backward_passes_per_step)
 
 
 def make_tuner(

@@ -26,7 +26,6 @@ from dpro_integrations.torch_regions import LayerMarks, time_regions
 if TYPE_CHECKING:
     from dpro_integrations.torch_capture import StepCapture
 
-
 _NO_MODEL = "there is no one module with the parameters that are synchronised"
 
 

@@ -32,9 +32,11 @@ LossOf = Callable[[Any, Any], torch.Tensor]
 
 @dataclass
 class Cutting:
-    """How a job's batches are cut: in ``parts``. ``watched``: what a step was made of is kept in ``seen``."""
+    """How a job's batches are cut: in ``parts``. ``watched``: what a step was made of is kept in ``seen``.
+    ``broke_off`` is called where the job's own code raises in the midst of a step's parts."""
 
     parts: int = 1
+    broke_off: Callable[[], None] | None = None
     watched: bool = False
     seen: tuple[LossOf, Any] | None = None
 
@@ -59,6 +61,15 @@ def step(model: nn.Module, loss_of: LossOf, batch: Any) -> torch.Tensor:
         loss = loss_of(model, batch)
         loss.backward()
         return loss.detach()
+    try:
+        return _in_parts(model, loss_of, batch, parts)
+    except BaseException:
+        if state.broke_off is not None:
+            state.broke_off()
+        raise
+
+
+def _in_parts(model: nn.Module, loss_of: LossOf, batch: Any, parts: int) -> torch.Tensor:
     total: torch.Tensor | None = None
     for number in range(parts):
         held = isinstance(model, DistributedDataParallel) and number < parts - 1

@@ -6,8 +6,8 @@ framework::
     class TestMemory(FitsItsBudget):
         jobs = "tests.frameworks.torch_ddp.memory_jobs"
 
-``over_budget`` is as that one, ``to_and_fro`` takes whether there are ``plans``; they return what
-:func:`~tests.frameworks.torch_ddp.memory_jobs.trained` and ``switched`` do.
+``over_budget`` is as that one, ``to_and_fro`` and ``user_error`` take whether there are ``plans``; they return what
+:func:`~tests.frameworks.torch_ddp.memory_jobs.trained`, ``switched`` and ``broken_off`` do.
 """
 
 from __future__ import annotations
@@ -80,3 +80,12 @@ class FitsItsBudget:
                 "no block '1.9'", "no block '1.9'", "no block '1.0..9'", "no block '1.0..9'",
             ]  # fmt: skip
         assert [value["weights"] for value in found.values] == [value["weights"] for value in plain.values]
+
+    def test_a_users_error_between_parts(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A job that leaves a batch out, by its own exception, goes on as it would with whole batches."""
+        plain = ranks.run(f"{self.jobs}:user_error", tmp_path / "plain", plans=False).ok()
+        found = ranks.run(f"{self.jobs}:user_error", tmp_path / "with", plans=True).ok()
+        for value, other in zip(found.values, plain.values, strict=True):
+            assert value["skipped"] == other["skipped"] == 1
+            for numbers, expected in zip(value["values"], other["values"], strict=True):
+                assert numbers == pytest.approx(expected, abs=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.frameworks.horovod_torch.jobs import distribute, job
-from tests.frameworks.torch_ddp.memory_jobs import net, switched, trained, without_blocks
+from tests.frameworks.torch_ddp.memory_jobs import broken_off, net, switched, trained, without_blocks
 
 
 def over_budget(budget: int = 0, steps: int = 26, parts: bool = False, dropout: float = 0.1) -> dict[str, Any]:
@@ -23,14 +23,25 @@ def over_budget(budget: int = 0, steps: int = 26, parts: bool = False, dropout: 
 
 def to_and_fro(plans: bool) -> dict[str, Any]:
     """See :func:`tests.frameworks.torch_ddp.memory_jobs.switched`."""
+    with job() as rank:
+        model = net()
+        optimizer = distribute(model)
+        more = {"tensor_groups": [["6.weight", "5.0.bias"]]}
+        return switched(model, model, optimizer, adapter_of(optimizer) if plans else None, rank, more)
+
+
+def user_error(plans: bool) -> dict[str, Any]:
+    """See :func:`tests.frameworks.torch_ddp.memory_jobs.broken_off`."""
+    with job() as rank:
+        model = net(0.0)
+        optimizer = distribute(model)
+        return broken_off(model, optimizer, adapter_of(optimizer) if plans else None, rank)
+
+
+def adapter_of(optimizer: Any) -> Any:
     import horovod.torch as hvd
 
     from dpro_integrations.horovod_exchange import join_exchange
     from dpro_integrations.horovod_torch import HorovodTorchAdapter
 
-    with job() as rank:
-        model = net()
-        optimizer = distribute(model)
-        exchange = join_exchange(rank, hvd.size(), "fro", 20.0) if plans else None
-        adapter = HorovodTorchAdapter(optimizer, exchange) if exchange is not None else None
-        return switched(model, model, optimizer, adapter, rank, {"tensor_groups": [["6.weight", "5.0.bias"]]})
+    return HorovodTorchAdapter(optimizer, join_exchange(hvd.rank(), hvd.size(), "memory", 20.0))

@@ -39,6 +39,16 @@ def to_and_fro(plans: bool) -> dict[str, Any]:
         return switched(ddp, ddp.module, optimizer, adapter, rank, {"bucket_caps": [0.01]})
 
 
+def user_error(plans: bool) -> dict[str, Any]:
+    """See :func:`broken_off`."""
+    from dpro_integrations.torch_ddp import TorchDDPAdapter
+
+    with group() as rank:
+        ddp = DDP(net(0.0))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+        return broken_off(ddp, optimizer, TorchDDPAdapter(ddp) if plans else None, rank)
+
+
 def net(dropout: float = 0.1) -> nn.Sequential:
     torch.manual_seed(1)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Tanh()) for _ in range(6)]
@@ -144,3 +154,37 @@ def switched(
 def recomputed(model: nn.Module) -> list[str]:
     """Modules that have a forward pass of their own put on them."""
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def broken_off(model: nn.Module, optimizer: torch.optim.Optimizer, adapter: Any, rank: int) -> dict[str, Any]:
+    """Batches in two parts (``adapter`` None: whole). The job's loss raises in step 3, where there are parts in the
+    second one; the job leaves that batch out. Gives what the weights are."""
+    from dpro.plan import Plan
+    from dpro_integrations import torch_micro
+
+    torch_micro.cutting(model)
+    if adapter is not None:
+        adapter.apply(Plan(fingerprint=adapter.fingerprint(), accumulate=2))
+    skipped = 0
+    for step in range(6):
+        optimizer.zero_grad()
+        calls = 0
+
+        def loss_of(model: nn.Module, x: Tensor, step: int = step) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if step == 3 and calls == (1 if adapter is None else 2):
+                raise ArithmeticError("the user's own mistake")
+            loss: Tensor = model(x).square().mean()
+            return loss
+
+        try:
+            torch_micro.step(model, loss_of, batch(step, rank=rank))
+        except ArithmeticError:
+            skipped += 1
+            continue
+        optimizer.step()
+    if adapter is not None:
+        adapter.revert()
+        adapter.close()
+    return {"values": [p.flatten().tolist() for p in model.parameters()], "skipped": skipped}
