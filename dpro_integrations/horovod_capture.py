@@ -28,6 +28,7 @@ from dpro.trace import horovod as timelines
 from dpro.trace.model import EventKind, RankTrace, Tensor, TraceBuilder
 from dpro_integrations.host_load import IdleLoad, StepCpu
 from dpro_integrations.torch_capture import StepCapture, clock_pair_ns
+from dpro_integrations.torch_memory import Meter
 from dpro_integrations.torch_regions import LayerMarks
 
 #: Defaults of HOROVOD_CYCLE_TIME, ms, and HOROVOD_FUSION_THRESHOLD, bytes (``common/operations.cc``).
@@ -41,10 +42,17 @@ class Capture(StepCapture):
         optimizer: the distributed optimizer.
         usual_s: the longest step so far, seconds.
         cpu: of the training thread, per step, ``synchronize`` left out: there it spins.
-        marks: see :class:`~dpro_integrations.torch_capture.StepCapture`.
+        marks, meter: see :class:`~dpro_integrations.torch_capture.StepCapture`.
     """
 
-    def __init__(self, optimizer: Any, usual_s: float, cpu: StepCpu, marks: LayerMarks | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        usual_s: float,
+        cpu: StepCpu,
+        marks: LayerMarks | None = None,
+        meter: Callable[[], Meter] | None = None,
+    ) -> None:
         self._optimizer = optimizer
         # by name: an index into them means the same on every rank
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -55,7 +63,7 @@ class Capture(StepCapture):
         self._spans: list[tuple[str, int, int, int]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._idle = IdleLoad()
-        super().__init__(usual_s, bool(params) and params[0].is_cuda, cpu, marks)
+        super().__init__(usual_s, bool(params) and params[0].is_cuda, cpu, marks, meter)
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return self._named

@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
 from dpro.tuner import Tuner
+from dpro_integrations import torch_micro
 from dpro_integrations.base import step_aside
 from dpro_integrations.horovod_capture import Capture
 from dpro_integrations.horovod_exchange import meet
@@ -37,6 +39,8 @@ from dpro_integrations.horovod_steps import Steps
 from dpro_integrations.host_load import StepCpu
 from dpro_integrations.torch_adapter import TorchAdapter
 
+#: Of a plan, that can be set here.
+_FIELDS = {"tensor_groups", "compile_regions", "recompute", "accumulate"}
 #: Optimizers that have or had a tuner. Weak on both sides: neither may live on because it was tuned once.
 _tuned: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Tuner]] = weakref.WeakKeyDictionary()
 _count = 0
@@ -70,7 +74,9 @@ class HorovodTorchAdapter(TorchAdapter):
         self.exchange = exchange
         self._optimizer = optimizer
         self._groups = Groups(optimizer)
+        self._model_seen: Callable[[], torch.nn.Module | None] = _nobody
         self._sparse = False
+        self._parts = 1
         # hvd.init() makes a new one of these each time: how to see that Horovod was started anew
         self._generation = mpi_ops._handle_map
         self._place = hvd.rank(), hvd.size()
@@ -83,7 +89,14 @@ class HorovodTorchAdapter(TorchAdapter):
     def capabilities(self) -> set[Knob]:
         if self.why_not():
             return set()
-        return {Knob.GROUPS, Knob.CYCLE_TIME} | ({Knob.COMPILE_REGIONS} if self._can_compile() else set())
+        knobs = {Knob.GROUPS, Knob.CYCLE_TIME}
+        if self._module() is not None:
+            knobs.add(Knob.RECOMPUTE)
+        if self._can_cut():
+            knobs.add(Knob.ACCUMULATE)
+        if self._can_compile():
+            knobs.add(Knob.COMPILE_REGIONS)
+        return knobs
 
     def why_not(self) -> str:
         optimizer = self._optimizer
@@ -128,35 +141,58 @@ class HorovodTorchAdapter(TorchAdapter):
         }
 
     def start_capture(self) -> None:
-        self._capture = Capture(self._optimizer, self._longest_s, self._cpu, self._new_marks())
+        self._capture = Capture(self._optimizer, self._longest_s, self._cpu, self._new_marks(), self._new_meter())
+        self._watch_parts(True)
 
     def prepare(self, plan: Plan) -> None:
         self._check_fit(plan)
         if reason := self.why_not():
             raise PlanError(f"groups can't be changed here: {reason}")
-        foreign = sorted(set(plan.settings()) - {"tensor_groups", "compile_regions"})
+        foreign = sorted(set(plan.settings()) - _FIELDS)
         if foreign:
             raise PlanError(f"Horovod has no setting for {foreign[0]!r} that dpro changes in a running job")
-        if not plan.tensor_groups and not plan.compile_regions:
+        if not _FIELDS & set(plan.settings()):
             raise PlanError("the plan has no tensor_groups")
         known = self._known()
         for name in (name for group in plan.tensor_groups or () for name in group):
             if name not in known:
                 raise PlanError(f"the optimizer has no parameter {name!r}")
         self._check_regions(plan)
+        self._check_parts(plan)
+        self._check_blocks(plan)
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)
+        self._set_parts(1)
+        self._set_blocks(None)
+        self._check_blocks(plan)
         known = self._known()
         if plan.tensor_groups:
             self._groups.set([[known[name] for name in group] for group in plan.tensor_groups])
         else:
             self._groups.clear()
         self._set_regions(plan)
+        self._set_blocks(plan)
+        self._set_parts(plan.accumulate or 1)
 
     def revert(self) -> None:
+        self._set_parts(1)
+        self._set_blocks(None)
         self._set_regions(None)
         self._groups.clear()
+
+    def _can_cut(self) -> bool:
+        # a job that accumulates already means something else by its steps
+        return self._optimizer.backward_passes_per_step == self._parts and super()._can_cut()
+
+    def _set_parts(self, parts: int) -> None:
+        if parts != self._parts:
+            super()._set_parts(parts)
+            if (model := self._module()) is not None:
+                torch_micro.cutting(model).broke_off = partial(_begin_anew, self._optimizer)
+            # a step that has one pass all the same hands its gradients in as it ends
+            self._optimizer.set_backward_passes_per_step(parts)
+            self._parts = parts
 
     def close(self) -> None:
         if self._before_step is not None:
@@ -171,10 +207,16 @@ class HorovodTorchAdapter(TorchAdapter):
         """
         known = self._known()
         wanted = {id(p) for p in known.values()}
-        modules = (o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module))
-        found = [module for module in modules if wanted <= {id(p) for p in module.parameters()}]
-        by_name = [m for m in found if all(dict(m.named_parameters()).get(n) is p for n, p in known.items())]
-        return min(by_name or found, key=lambda module: sum(1 for _ in module.modules()), default=None)
+
+        def has_all(module: torch.nn.Module | None) -> bool:
+            return module is not None and wanted <= {id(p) for p in module.parameters()}
+
+        if not has_all(model := self._model_seen()):
+            found = [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Module) and has_all(o)]
+            by_name = [m for m in found if all(dict(m.named_parameters()).get(n) is p for n, p in known.items())]
+            model = min(by_name or found, key=lambda module: sum(1 for _ in module.modules()), default=None)
+            self._model_seen = _nobody if model is None else weakref.ref(model)
+        return model
 
     def _parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
         return self._known().items()
@@ -183,6 +225,17 @@ class HorovodTorchAdapter(TorchAdapter):
         """Name -> parameter whose gradient Horovod reduces."""
         optimizer = self._optimizer
         return {name: p for p, name in optimizer._parameter_names.items() if p in optimizer._requires_update}
+
+
+def _nobody() -> None:
+    return None
+
+
+def _begin_anew(optimizer: Any) -> None:
+    """A step broke off between its backward passes: the next one has all of them, unless gradients are under way."""
+    if not any(handle for handle, _ in optimizer._handles.values()):
+        optimizer._handles.clear()
+        optimizer.set_backward_passes_per_step(optimizer.backward_passes_per_step)
 
 
 def make_tuner(

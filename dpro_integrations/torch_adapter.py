@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,19 @@ from dpro.errors import PlanError
 from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings
+from dpro.trace.memory import MICRO
 from dpro.trace.model import RankTrace
 from dpro.trace.regions import Region
+from dpro_integrations import torch_micro
 from dpro_integrations.torch_compile import LIMIT_S, CompiledRegions, why_no_compiler
+from dpro_integrations.torch_memory import Meter
+from dpro_integrations.torch_recompute import check_blocks, recompute
 from dpro_integrations.torch_regions import LayerMarks, time_regions
 
 if TYPE_CHECKING:
     from dpro_integrations.torch_capture import StepCapture
+
+_NO_MODEL = "there is no one module with the parameters that are synchronised"
 
 
 class TorchAdapter:
@@ -34,6 +40,9 @@ class TorchAdapter:
     compile_s = LIMIT_S
     _marks: LayerMarks | None = None
     _regions: CompiledRegions | None = None
+    #: captures tell what takes memory
+    _memory = _timed = False
+    _undo_blocks: Callable[[], None] | None = None
 
     def fingerprint(self) -> dict[str, str]:
         raise NotImplementedError
@@ -43,8 +52,12 @@ class TorchAdapter:
         raise NotImplementedError
 
     def _module(self) -> torch.nn.Module | None:
-        """The model, whose submodules can be compiled; None: it is not known."""
+        """The model, whose submodules can be compiled or recomputed; None: it is not known."""
         raise NotImplementedError
+
+    def _called(self) -> torch.nn.Module | None:
+        """What the job calls, and hands to ``torch_micro``; None: it is not known."""
+        return self._module()
 
     def capabilities(self) -> set[Knob]:
         """See :class:`dpro.adapter.Adapter`."""
@@ -58,12 +71,15 @@ class TorchAdapter:
         capture, self._capture = self._capture, None
         if capture is None:
             raise RuntimeError("no capture is running")
-        return capture.finish()
+        trace = capture.finish()
+        self._time_parts(trace)
+        return trace
 
     def abort_capture(self) -> None:
         capture, self._capture = self._capture, None
         if capture is not None:
             capture.abort()
+        self._watch_parts(False)
 
     def checksum(self) -> str:
         """Over up to 64 values of every parameter: cheap, and any lost update moves it."""
@@ -88,7 +104,7 @@ class TorchAdapter:
 
     def _new_marks(self) -> LayerMarks | None:
         """For a capture that begins."""
-        module = self._module() if Knob.COMPILE_REGIONS in self.capabilities() else None
+        module = self._module() if self.may_compile and Knob.COMPILE_REGIONS in self.capabilities() else None
         self._marks = None if module is None else LayerMarks(module)
         return self._marks
 
@@ -100,9 +116,7 @@ class TorchAdapter:
         """
         if not plan.compile_regions:
             return
-        module = self._module()
-        if module is None:
-            raise PlanError("there is no one module with the parameters that are synchronised")
+        module = self._planned_module()
         if self._regions is None:
             session = Session(Settings(), self.exchange.rank)
             say = partial(session.say, everywhere=True)
@@ -118,6 +132,95 @@ class TorchAdapter:
         self._marks = None
         if self._regions is not None:
             self._regions.forget()
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def meter_memory(self) -> None:
+        """See :class:`dpro.adapter.MemoryMeter`."""
+        self._memory = True
+
+    def _unseen_bytes(self) -> int:
+        """What is allocated for tensors that Python does not know."""
+        return 0
+
+    def _new_meter(self) -> Callable[[], Meter] | None:
+        """For a capture that begins: what makes its meter, which fails where the model is not known."""
+        return self._make_meter if self._memory else None
+
+    def _make_meter(self) -> Meter:
+        module = self._module()
+        if module is None:
+            raise RuntimeError(_NO_MODEL)
+        return Meter(module, any(p.is_cuda for _, p in self._parameters()), self._unseen_bytes)
+
+    def _check_blocks(self, plan: Plan) -> None:
+        """Refuse blocks that can't be recomputed; not while there are some, which look otherwise then.
+
+        Raises:
+            PlanError: see :func:`~dpro_integrations.torch_recompute.check_blocks`, or the model is not known.
+        """
+        if plan.recompute and self._undo_blocks is None:
+            check_blocks(self._planned_module(), plan.recompute)
+
+    def _set_blocks(self, plan: Plan | None) -> None:
+        """Have the plan's blocks recomputed, and no others.
+
+        Raises:
+            PlanError: as :meth:`_check_blocks`; none is recomputed then.
+        """
+        undo, self._undo_blocks = self._undo_blocks, None
+        if undo is not None:
+            undo()
+        if plan is not None and plan.recompute:
+            self._undo_blocks = recompute(self._planned_module(), plan.recompute)
+
+    def _can_cut(self) -> bool:
+        """Whether the job's batches can be cut: its steps go through ``torch_micro``."""
+        called = self._called()
+        return called is not None and torch_micro.can_cut(called)
+
+    def _check_parts(self, plan: Plan) -> None:
+        """Refuse to cut batches that can't be.
+
+        Raises:
+            PlanError: see :meth:`_can_cut`.
+        """
+        if plan.accumulate is not None and not self._can_cut():
+            raise PlanError("the job's batches can't be cut: its steps do not go through dpro_integrations.torch_micro")
+
+    def _set_parts(self, parts: int) -> None:
+        """Have batches cut into as many; 1: not at all."""
+        called = self._called()
+        if called is not None:
+            torch_micro.set_parts(called, parts)
+
+    def _watch_parts(self, watched: bool) -> None:
+        """In a capture: what a step is made of is kept, until what its parts take was timed once."""
+        called = self._called() if self._memory else None
+        if called is not None:
+            torch_micro.watch(called, watched and not self._timed)
+
+    def _time_parts(self, trace: RankTrace) -> None:
+        try:
+            called = self._called() if self._memory and not self._timed else None
+            if called is not None:
+                self._timed = True
+                trace.meta.extra[MICRO] = {str(parts): ns for parts, ns in torch_micro.times(called).items()}
+        except Exception as error:  # the job's own function on parts of its batch; there are other ways
+            trace.warnings.append(f"no micro-batches: {error}")
+        finally:
+            self._watch_parts(False)
+
+    def _planned_module(self) -> torch.nn.Module:
+        """The model, of which a plan has parts.
+
+        Raises:
+            PlanError: it is not known.
+        """
+        module = self._module()
+        if module is None:
+            raise PlanError(_NO_MODEL)
+        return module
 
     def _model(self) -> str:
         """The model's part of a fingerprint: a hash of names, shapes and dtypes."""

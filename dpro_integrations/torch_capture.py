@@ -32,7 +32,7 @@ from dpro_integrations.host_load import HostLoad, StepCpu
 from dpro_integrations.torch_forward import ForwardHook
 from dpro_integrations.torch_memory import Meter
 from dpro_integrations.torch_regions import LayerMarks
-from dpro_integrations.torch_rewrap import bucket_bytes, bucket_parameters, reducer_parameters
+from dpro_integrations.torch_rewrap import bucket_parameters, reducer_parameters
 
 #: A captured step that lasts longer than any before, so many times and at least so long, or a capture that
 #: writes more, is given up: something else than training is going on.
@@ -269,8 +269,7 @@ class Capture(StepCapture):
         ddp: the wrapper.
         usual_s: the longest step so far, seconds.
         cpu: of the training thread, per step.
-        marks: see :class:`StepCapture`.
-        memory: tell what takes it as well.
+        marks, meter: see :class:`StepCapture`.
     """
 
     def __init__(
@@ -279,13 +278,10 @@ class Capture(StepCapture):
         usual_s: float,
         cpu: StepCpu,
         marks: LayerMarks | None = None,
-        memory: bool = False,
+        meter: Callable[[], Meter] | None = None,
     ) -> None:
         self._ddp = ddp
-        super().__init__(usual_s, ddp.device_type == "cuda", cpu, marks, self._meter_of_job if memory else None)
-
-    def _meter_of_job(self) -> Meter:
-        return Meter(self._ddp.module, self._ddp.device_type == "cuda", lambda: bucket_bytes(self._ddp))
+        super().__init__(usual_s, ddp.device_type == "cuda", cpu, marks, meter)
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return reducer_parameters(self._ddp)

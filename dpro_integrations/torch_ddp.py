@@ -25,20 +25,18 @@ from dpro.outcome import Outcome
 from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings, disabled
-from dpro.trace.memory import MICRO
 from dpro.trace.model import GRADIENT_DTYPES, RankTrace
 from dpro.tuner import Tuner
-from dpro_integrations import torch_micro
 from dpro_integrations.base import step_aside
 from dpro_integrations.host_load import StepCpu
 from dpro_integrations.torch_adapter import TorchAdapter
 from dpro_integrations.torch_capture import Capture
 from dpro_integrations.torch_exchange import exchange_of_job
 from dpro_integrations.torch_forward import OrderWatch, before_next_forward
-from dpro_integrations.torch_recompute import check_blocks, recompute
 from dpro_integrations.torch_rewrap import (
     HAS_CAP_LIST,
     arguments,
+    bucket_bytes,
     built_over_these,
     compress,
     gradient_dtypes,
@@ -106,15 +104,12 @@ class TorchDDPAdapter(TorchAdapter):
         self._seen_at = time.monotonic()
         self._longest_s = 0.0
         self._cpu = StepCpu(time.thread_time_ns)
-        self._memory = self._timed = False
-        #: undoes the re-computation in force
-        self._recomputes: list[Callable[[], None]] = []
 
     def capabilities(self) -> set[Knob]:
         if self.why_not():
             return set()
         knobs = {Knob.BUCKET_CAP, Knob.BUCKET_VIEW, Knob.RECOMPUTE}
-        if torch_micro.can_cut(self._ddp):
+        if self._can_cut():
             knobs.add(Knob.ACCUMULATE)
         if HAS_CAP_LIST:
             knobs.add(Knob.BUCKET_LIST)
@@ -166,32 +161,23 @@ class TorchDDPAdapter(TorchAdapter):
         module: torch.nn.Module = self._ddp.module
         return module
 
+    def _called(self) -> torch.nn.Module:
+        return self._ddp
+
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return reducer_parameters(self._ddp)
 
-    def meter_memory(self) -> None:
-        self._memory = True
+    def _unseen_bytes(self) -> int:
+        return bucket_bytes(self._ddp)
 
     def start_capture(self) -> None:
-        self._capture = Capture(self._ddp, self._longest_s, self._cpu, self._new_marks(), self._memory)
-        torch_micro.watch(self._ddp, self._memory and not self._timed)
+        self._capture = Capture(self._ddp, self._longest_s, self._cpu, self._new_marks(), self._new_meter())
+        self._watch_parts(True)
 
     def stop_capture(self) -> RankTrace:
         trace = super().stop_capture()
         trace.meta.extra[GRADIENT_DTYPES] = gradient_dtypes(self._ddp)
-        try:
-            if self._memory and not self._timed:
-                self._timed = True
-                trace.meta.extra[MICRO] = {str(parts): ns for parts, ns in torch_micro.times(self._ddp).items()}
-        except Exception as error:  # the job's own function on parts of its batch; there are other ways
-            trace.warnings.append(f"no micro-batches: {error}")
-        finally:
-            torch_micro.watch(self._ddp, False)
         return trace
-
-    def abort_capture(self) -> None:
-        super().abort_capture()
-        torch_micro.watch(self._ddp, False)
 
     def prepare(self, plan: Plan) -> None:
         # first of all: whatever fails on one rank from here on, all must revert alike
@@ -212,15 +198,13 @@ class TorchDDPAdapter(TorchAdapter):
             if option not in _OPTIONS or not hasattr(self._ddp, option):
                 raise PlanError(f"this DDP has no option {option!r}")
         self._check_regions(plan)
-        if plan.accumulate is not None and not torch_micro.can_cut(self._ddp):
-            raise PlanError("the job's batches can't be cut: its steps do not go through dpro_integrations.torch_micro")
-        if not self._recomputes:
-            check_blocks(self._ddp.module, plan.recompute or [])
+        self._check_parts(plan)
+        self._check_blocks(plan)
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)
         self._keep_all()
-        check_blocks(self._ddp.module, plan.recompute or [])
+        self._check_blocks(plan)
         if self._original is not None:
             given = dict(self._original)
             if plan.bucket_caps:
@@ -231,8 +215,8 @@ class TorchDDPAdapter(TorchAdapter):
                 compress(self._ddp, plan.gradient_dtype)
                 self._compressed = True
         self._set_regions(plan)
-        self._recomputes.append(recompute(self._ddp.module, plan.recompute or []))
-        torch_micro.set_parts(self._ddp, plan.accumulate or 1)
+        self._set_blocks(plan)
+        self._set_parts(plan.accumulate or 1)
 
     def revert(self) -> None:
         self._keep_all()
@@ -248,9 +232,8 @@ class TorchDDPAdapter(TorchAdapter):
 
     def _keep_all(self) -> None:
         """No block is recomputed any more, no batch cut."""
-        torch_micro.set_parts(self._ddp, 1)
-        while self._recomputes:
-            self._recomputes.pop()()
+        self._set_parts(1)
+        self._set_blocks(None)
 
     def close(self) -> None:
         if self._order is not None:

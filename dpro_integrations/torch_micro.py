@@ -4,7 +4,7 @@ For that dpro must have a step as a function of its batch: in a plain loop :func
 that compute a loss and its gradients. Until a plan says otherwise, and wherever the batch cannot be cut into equal
 parts, it does just what these lines did. That the parts' mean gradient is the whole batch's is not believed but
 computed, before any plan is made (:func:`times`): batch norm, dropout, or a loss that is no mean over the samples, are
-found out.
+found out. DDP is told here when to synchronise, Horovod's optimizer in ``horovod_torch``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 #: Micro-batches per step that are timed, and how often each.
@@ -31,104 +32,116 @@ LossOf = Callable[[Any, Any], torch.Tensor]
 
 @dataclass
 class Cutting:
-    """How a wrapper's batches are cut: in ``parts``. ``watched``: what a step was made of is kept in ``seen``."""
+    """How a job's batches are cut: in ``parts``. ``watched``: what a step was made of is kept in ``seen``.
+    ``broke_off`` is called where the job's own code raises in the midst of a step's parts."""
 
     parts: int = 1
+    broke_off: Callable[[], None] | None = None
     watched: bool = False
     seen: tuple[LossOf, Any] | None = None
 
 
-#: Wrappers whose steps go through :func:`step`.
-_states: weakref.WeakKeyDictionary[DistributedDataParallel, Cutting] = weakref.WeakKeyDictionary()
+#: Models whose steps go through :func:`step`.
+_states: weakref.WeakKeyDictionary[nn.Module, Cutting] = weakref.WeakKeyDictionary()
 
 
-def step(ddp: DistributedDataParallel, loss_of: LossOf, batch: Any) -> torch.Tensor:
+def step(model: nn.Module, loss_of: LossOf, batch: Any) -> torch.Tensor:
     """Forward and backward pass of one step; the optimizer's is the caller's. Returns the loss, detached.
 
     Args:
-        ddp: the wrapped model, as :func:`dpro_integrations.torch_ddp.autotune` has it.
+        model: as the job calls it: wrapped by DDP, or the one that is trained under Horovod.
         loss_of: gives of a model and a batch the mean loss over its samples.
         batch: a tensor, or a tuple, list or dict of tensors, samples first.
     """
-    state = cutting(ddp)
+    state = cutting(model)
     if state.watched:
         state.seen = loss_of, batch
     parts = state.parts
     if parts < 2 or samples(batch) % parts:
-        loss = loss_of(ddp, batch)
+        loss = loss_of(model, batch)
         loss.backward()
         return loss.detach()
+    try:
+        return _in_parts(model, loss_of, batch, parts)
+    except BaseException:
+        if state.broke_off is not None:
+            state.broke_off()
+        raise
+
+
+def _in_parts(model: nn.Module, loss_of: LossOf, batch: Any, parts: int) -> torch.Tensor:
     total: torch.Tensor | None = None
     for number in range(parts):
-        with ddp.no_sync() if number < parts - 1 else nullcontext():
-            loss = loss_of(ddp, part_of(batch, number, parts)) / parts
+        held = isinstance(model, DistributedDataParallel) and number < parts - 1
+        with model.no_sync() if held else nullcontext():
+            loss = loss_of(model, part_of(batch, number, parts)) / parts
             loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
     return total
 
 
-def cutting(ddp: DistributedDataParallel) -> Cutting:
+def cutting(model: nn.Module) -> Cutting:
     """What says how its batches are cut; from now on they can be."""
-    return _states.setdefault(ddp, Cutting())
+    return _states.setdefault(model, Cutting())
 
 
-def can_cut(ddp: DistributedDataParallel) -> bool:
+def can_cut(model: nn.Module) -> bool:
     """Whether the job's steps go through :func:`step`."""
-    return ddp in _states
+    return model in _states
 
 
-def set_parts(ddp: DistributedDataParallel, parts: int) -> None:
+def set_parts(model: nn.Module, parts: int) -> None:
     """Cut each batch from now on into ``parts``; 1: not at all."""
-    if ddp in _states:
-        _states[ddp].parts = parts
+    if model in _states:
+        _states[model].parts = parts
 
 
-def watch(ddp: DistributedDataParallel, watched: bool) -> None:
+def watch(model: nn.Module, watched: bool) -> None:
     """Keep what the latest step was made of, for :func:`times`, or let go of it."""
-    if ddp in _states:
-        _states[ddp].watched, _states[ddp].seen = watched, None
+    if model in _states:
+        _states[model].watched, _states[model].seen = watched, None
 
 
 @torch.random.fork_rng()
-def times(ddp: DistributedDataParallel) -> dict[int, int]:
+def times(model: nn.Module) -> dict[int, int]:
     """What a forward and backward pass over a part of the batch takes, parts per batch -> ns; with 1, the whole.
 
-    Away from the training: nothing is accumulated or synchronised, no gradient of the job's is touched. Adding a part's
-    gradients to those before it is counted in. Empty where the job's batch can't be cut.
+    Away from the training: nothing is accumulated or synchronised, no gradient of the job's is touched. Beside
+    those there is one set of gradients at a time, as the job may be short of memory. Adding a part's gradients to
+    those before it is counted in. Empty where the job's batch can't be cut.
 
     Raises:
         RuntimeError: parts of a batch give other gradients than the batch, or change what the model keeps.
     """
-    seen = _states[ddp].seen if ddp in _states else None
+    seen = _states[model].seen if model in _states else None
     if seen is None:
         return {}
     loss_of, batch = seen
     counts = [parts for parts in PARTS if samples(batch) >= parts and not samples(batch) % parts]
     if not counts:
         return {}
-    model, parameters = ddp.module, [p for p in ddp.module.parameters() if p.requires_grad]
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    parameters = [p for p in model.parameters() if p.requires_grad]
     kept = [buffer.clone() for buffer in model.buffers()]
 
-    def gradients(part: Any) -> list[torch.Tensor]:
-        found = torch.autograd.grad(loss_of(model, part), parameters, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+    def gradients(part: Any) -> object:
+        return torch.autograd.grad(loss_of(model, part), parameters, allow_unused=True)
 
     try:
-        halves = [gradients(part_of(batch, number, counts[0])) for number in range(counts[0])]
-        mean = [sum(parts) / counts[0] for parts in zip(*halves, strict=True)]
-        del halves
-        _refuse_unlike(mean, gradients(batch))
+        rest = _apart(partial(loss_of, model), parameters, batch, counts[0])
         if any(not torch.equal(old, new) for old, new in zip(kept, model.buffers(), strict=True)):
             raise RuntimeError("a forward pass changes what the model keeps")
-        adding_ns = min(_timed(partial(torch._foreach_add_, mean, mean), ddp) for _ in range(_TIMES))
+        adding_ns = min(_timed(partial(torch._foreach_add_, rest, rest)) for _ in range(_TIMES))
+        del rest
         # each part's time beside the whole's, in turns: what else the machine does, it does to both
         taken: dict[int, list[float]] = {parts: [] for parts in counts}
         whole_ns = []
         for _ in range(_TIMES):
-            whole_ns.append(_timed(partial(gradients, batch), ddp))
+            whole_ns.append(_timed(partial(gradients, batch)))
             for parts in counts:
-                part_ns = _timed(partial(gradients, part_of(batch, 0, parts)), ddp)
+                part_ns = _timed(partial(gradients, part_of(batch, 0, parts)))
                 taken[parts].append((part_ns + adding_ns * (parts - 1) / parts) / whole_ns[-1])
         once_ns = statistics.median(whole_ns)
         return {1: round(once_ns)} | {parts: round(once_ns * statistics.median(taken[parts])) for parts in counts}
@@ -138,18 +151,48 @@ def times(ddp: DistributedDataParallel) -> dict[int, int]:
                 new.data.copy_(old)
 
 
-def _refuse_unlike(parts: list[torch.Tensor], whole: list[torch.Tensor]) -> None:
-    largest = max((float(g.abs().max()) for g in whole if g.numel()), default=0.0)
-    apart = max((float((a - b).abs().max()) for a, b in zip(parts, whole, strict=True) if a.numel()), default=0.0)
-    if not apart <= _ROUNDING * largest:
+def _apart(
+    loss_of: Callable[[Any], torch.Tensor], parameters: list[torch.nn.Parameter], batch: Any, parts: int
+) -> list[torch.Tensor]:
+    """The whole batch's gradients less the mean of its parts'. This one set is all that is held: a gradient is added to
+    it, or taken off, as soon as it is there, and nothing is left of it then.
+
+    Raises:
+        RuntimeError: they are not alike.
+    """
+    rest = [torch.zeros_like(p) for p in parameters]
+    share = 1.0
+
+    def taken(into: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        into.add_(gradient, alpha=share)
+        return into.new_zeros(()).expand_as(into)  # in its place, of no size
+
+    handles = [p.register_hook(partial(taken, into)) for p, into in zip(parameters, rest, strict=True)]
+    try:
+        torch.autograd.grad(loss_of(batch), parameters, allow_unused=True)
+        largest = _largest(rest)
+        share = -1 / parts
+        for number in range(parts):
+            torch.autograd.grad(loss_of(part_of(batch, number, parts)), parameters, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not _largest(rest) <= _ROUNDING * largest:
         raise RuntimeError("parts of a batch give other gradients than the batch (batch norm, dropout, no mean loss)")
+    return rest
 
 
-def _timed(call: Callable[[], object], ddp: DistributedDataParallel) -> int:
+def _largest(gradients: list[torch.Tensor]) -> float:
+    """Of all their values, without the sign; NaN where one is."""
+    norms = [torch.linalg.vector_norm(g, float("inf")).double() for g in gradients if g.numel()]
+    return float(torch.stack(norms).max()) if norms else 0.0
+
+
+def _timed(call: Callable[[], object]) -> int:
     """One run, ns."""
     begin = time.perf_counter_ns()
     call()
-    if ddp.device_type == "cuda":
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return max(1, time.perf_counter_ns() - begin)
 

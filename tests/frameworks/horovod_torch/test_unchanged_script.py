@@ -18,10 +18,11 @@ SCRIPT = ROOT / "tests" / "frameworks" / "scripts" / "unchanged_horovod.py"
 ELASTIC = SCRIPT.with_name("elastic_horovod.py")
 
 
-def horovodrun(folder: Path, **env: str) -> str:
-    """Output of the script on two ranks; the launcher must end well."""
+def horovodrun(folder: Path, samples: int = 8, **env: str) -> str:
+    """Output of the script on two ranks, with so many samples a batch; the launcher must end well."""
     folder.mkdir()
     command = [str(PYTHON.with_name("horovodrun")), "--gloo", "-np", "2", "-H", "localhost:2", str(PYTHON), str(SCRIPT)]
+    command += [str(samples)]
     given = clean_environment(**(QUICK | {"DPRO_RUNS_DIR": str(folder / "runs")} | env))
     done = subprocess.run(
         command, cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110
@@ -44,6 +45,17 @@ def test_an_unchanged_horovod_script_is_tuned_and_trains_to_the_same_bits(ranks:
     (run,) = (tmp_path / "with" / "runs").iterdir()
     verdict = json.loads((run / "outcome.json").read_text())["verdict"]
     assert verdict in {Verdict.KEPT.value, Verdict.ROLLED_BACK.value, Verdict.NO_BETTER_PLAN.value}, found
+
+
+def test_an_unchanged_script_over_its_budget_is_made_to_fit(ranks: HorovodRanks, tmp_path: Path) -> None:
+    """What four layers make of 2,048 samples is half a megabyte each, twice; weights and Adam's sums are a quarter."""
+    without = horovodrun(tmp_path / "without", samples=2048)
+    found = horovodrun(tmp_path / "with", samples=2048, DPRO="apply", DPRO_MEMORY_BYTES="4400000")
+    assert weights(found) == weights(without) != []
+    (run,) = (tmp_path / "with" / "runs").iterdir()
+    outcome = json.loads((run / "outcome.json").read_text())
+    assert outcome["verdict"] == Verdict.KEPT.value and "it fits" in outcome["reason"], found
+    assert Plan.load(run / "plan.json").recompute
 
 
 def test_a_job_starts_with_the_cycle_time_of_its_plan(ranks: HorovodRanks, tmp_path: Path) -> None:

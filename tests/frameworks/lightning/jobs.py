@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -218,4 +219,60 @@ def over_budget(lightning: str, budget: int, steps: int = 26) -> dict[str, Any]:
         "peak": outcome.planned.peak_bytes if outcome.planned else None,
         "plan": outcome.plan.settings() if outcome.plan else {},
         "measured": [arm.peak_bytes for arm in outcome.arms[1:]],
+    }
+
+
+def parts_without_loss(lightning: str, plan: str, steps: int = 50, skip_at: int = -1) -> dict[str, Any]:
+    """A job whose training step gives None where no sample is usable: in every other batch one is, so that one of two
+    parts has none. In batch ``skip_at`` none is. ``plan``: its file, "": no dpro."""
+    torch.set_num_threads(1)
+    decide(True)
+    module = importlib.import_module(lightning)
+    sizes: list[int] = []
+
+    class Picky(module.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+            samples, usable = batch
+            sizes.append(len(samples))
+            if not usable.any():
+                return None
+            loss: torch.Tensor = self.net(samples).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    rank = int(os.environ["RANK"])  # ranks skip parts of different batches
+    inputs = torch.randn(8 * steps, WIDTH, generator=torch.Generator().manual_seed(rank))
+    place, number = torch.arange(len(inputs)) % 8, torch.arange(len(inputs)) // 8
+    usable = ((number % 2 == rank) | (place == (number // 2) % 8)) & (number != skip_at)
+    callbacks = []
+    if plan:
+        from dpro_integrations.lightning import DproCallback
+
+        callbacks = [DproCallback(plan=plan, memory_bytes=1 << 40)]
+    trainer = module.Trainer(
+        strategy="ddp", devices=2, accelerator="cpu", max_steps=steps, callbacks=callbacks, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    net = Picky()
+    error = ""
+    try:
+        trainer.fit(net, DataLoader(TensorDataset(inputs, usable), batch_size=8))
+    except RuntimeError as raised:
+        error = str(raised)
+    settle()
+    dist.destroy_process_group()
+    outcome = callbacks[0].outcome if callbacks else None
+    return {
+        "values": [p.flatten().tolist() for p in net.parameters()],
+        "sizes": sizes,
+        "error": error,
+        "left": sorted(set(vars(net)) & {"training_step", "optimizer_zero_grad"}),
+        "verdict": outcome.verdict.name if outcome else "",
     }

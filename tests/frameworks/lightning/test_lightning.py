@@ -144,3 +144,29 @@ def test_a_job_over_its_budget_has_its_batches_cut(jobs: Jobs, tmp_path: Path) -
     for tight, whole in zip(found, roomy, strict=True):
         assert tight["values"] == pytest.approx(whole["values"], abs=1e-4, rel=1e-5)
         assert tight["left"] == []
+
+
+def test_a_batch_with_a_part_that_has_no_loss_runs_whole(jobs: Jobs, tmp_path: Path) -> None:
+    """As without dpro, also where the first part's gradients were there already."""
+    plan = tmp_path / "plan.json"
+    Plan(accumulate=2).save(plan)
+    without = jobs.run(tmp_path / "without", "parts_without_loss", plan="")
+    found = jobs.run(tmp_path / "with", "parts_without_loss", plan=str(plan))
+    for value, other in zip(found.values, without.values, strict=True):
+        assert value["verdict"] == "KEPT", found.logs
+        after_a_part = {value["sizes"][at - 2 : at + 1].count(4) for at, size in enumerate(value["sizes"]) if size == 8}
+        assert {1, 2} <= after_a_part and set(other["sizes"]) == {8}
+        for numbers, plain in zip(value["values"], other["values"], strict=True):
+            assert numbers == pytest.approx(plain, abs=1e-6)
+    assert len(found.lines("such batches run whole")) == 2  # one a rank
+
+
+def test_a_batch_without_loss_is_what_lightning_makes_of_it(jobs: Jobs, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    Plan(accumulate=2).save(plan)
+    without = jobs.run(tmp_path / "without", "parts_without_loss", plan="", skip_at=46)
+    found = jobs.run(tmp_path / "with", "parts_without_loss", plan=str(plan), skip_at=46)
+    assert [value["error"] for value in found.values] == [value["error"] for value in without.values]
+    assert "None" in without.values[0]["error"]
+    assert {value["verdict"] for value in found.values} == {"KEPT"}
+    assert [value["left"] for value in found.values] == [[], []]

@@ -1,6 +1,7 @@
 """A user's Horovod script that has never heard of dpro; it prints what it trained to."""
 
 import hashlib
+import sys
 
 import horovod.torch as hvd
 import torch
@@ -17,9 +18,10 @@ def main() -> None:
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     torch.manual_seed(hvd.rank())
+    samples = int(sys.argv[1]) if len(sys.argv) > 1 else 8
     for step in range(60):
         optimizer.zero_grad()
-        loss = net(torch.randn(8, 64)).square().mean()
+        loss = net(torch.randn(samples, 64)).square().mean()
         loss.backward()
         optimizer.step()
         if step % 10 == 0:
