@@ -3,16 +3,16 @@ model's units begin and end.
 
 Knows units and TensorFlow's CPU allocator; what comes of it is in :mod:`dpro.trace.memory`. The allocator tells the
 profiler of all that it hands out and takes back once it was told to count. That call is none of TensorFlow's Python
-interface; where it is missing, nothing is measured. Marks are put in from the ops that ran: a unit's forward pass begins
-with the first of its ops that depends on the batch, its backward pass with the first that depends on the loss.
+interface; where it is missing, nothing is measured. Marks are put in from the ops that ran: a unit's forward pass
+begins with the first of its ops that depends on the batch, its backward pass with the first that depends on the loss.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ _LIBRARY = "libtensorflow_framework.so.2"
 #: The node that gives a step its batch.
 _BATCH = "IteratorGetNext"
 _TAPE = "gradient_tape/"
+#: Where batch norm changes its moving averages, which :mod:`~dpro_integrations.keras_recompute` holds still.
+_AVERAGES = re.compile("/Assign(MovingAvg|NewValue)")
 #: An op -> those that it depends on, or those that depend on it.
 _Edges = dict[str, list[str]]
 
@@ -49,7 +51,7 @@ class Meter:
         self._model = model
         self._places: list[set[int]] = []
         self._library = _library()
-        #: what the profile had of them
+        #: what the profile had of them, by time
         self.events: list[Allocation] = []
         getattr(self._library, _ON)()
 
@@ -63,7 +65,6 @@ class Meter:
 
     def add_to(self, trace: RankTrace) -> RankTrace:
         """``trace`` with marks, and with the profile of the second step (the first, where it is the only one)."""
-        events = sorted(self.events, key=lambda event: event.at)
         dataflow = trace.meta.extra["dataflow"]
         layers = {str(layer.name): number for number, unit in enumerate(self._units) for layer in unit.layers}
         owner = _owners(trace.names, dataflow, layers)
@@ -72,14 +73,14 @@ class Meter:
         begin, end = trace.step_bounds[step].tolist()
         made = _outputs(dataflow, layers, owner)
         marks = [
-            Mark(at, label, _found(events, at, made.get(int(label.removeprefix(AFTER)), []), dataflow))
+            Mark(at, label, _found(self.events, at, made.get(int(label.removeprefix(AFTER)), []), dataflow))
             if label.startswith(AFTER)
             else Mark(at, label)
             for at, label in marks_of(trace, begin, end)
         ]
         refused = _refused(self._model, self._units, layers)
         told = [(unit.name, number > 0, refused[number]) for number, unit in enumerate(self._units)]
-        signed = list(_signed(events))
+        signed = list(_signed(self.events))
         base = self._base_bytes(signed, begin, self._places[step])
         trace.meta.extra[MEMORY] = dump(profile(signed, marks, (begin, end), base, told))
         return trace
@@ -243,13 +244,9 @@ def _refused(model: Any, known: list[UnitLayers], layers: dict[str, int]) -> lis
     """Why each unit must not run twice, its ops in the traced step looked at too; "" it may."""
     find = LayerOps(layers)
     ops: list[list[str]] = [[] for _ in known]
-    statistics = {
-        str(layer.name) for unit in known for layer in unit.layers if isinstance(layer, tf.keras.layers.BatchNormalization)
-    }
     for concrete in traced_functions(model.train_function):
         for node in nodes_of(concrete.graph.as_graph_def()):
             place = find(node.name)
-            held = place and place[0] in statistics and node.op.startswith("Assign")
-            if place and not place[1] and not held:
+            if place and not place[1] and not _AVERAGES.search(node.name):
                 ops[layers[place[0]]].append(node.op)
     return [unit.refused or why_not_again(made) for unit, made in zip(known, ops, strict=True)]

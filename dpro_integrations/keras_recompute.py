@@ -94,7 +94,6 @@ class _Block:
         self._taken, self._given = run[0].taken, run[-1].given
         self.flat_input_ids, self.flat_output_ids = [self._taken], [self._given]
         self.layer = self._recomputed
-        self._adds = ""
 
     def map_arguments(self, values: dict[str, list[Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """As of Keras' nodes: what the layer is called with, taken from what was computed."""
@@ -112,12 +111,7 @@ class _Block:
 
             return self._run(taken), gradient
 
-        layers = [layer for node in self.nodes for layer in layers_within(node.layer)]
-        before = [_handed_over(layer) for layer in layers]
-        out = tf.custom_gradient(once)(value)
-        adding = [layer.name for layer, was in zip(layers, before, strict=True) if _handed_over(layer) != was]
-        self._adds = f"layer {adding[0]!r} adds to the loss or the metrics" if adding else ""
-        return out
+        return tf.custom_gradient(once)(value)
 
     def _gradient(self, taken: Any, upstream: Any, variables: list[Any]) -> Any:
         graph = tf.compat.v1.get_default_graph()
@@ -130,7 +124,7 @@ class _Block:
             with _statistics_held(node.layer for node in self.nodes):
                 out = self._run(value)
         made = graph.get_operations()[before:]
-        self.refused = self._adds or why_not_again(op.type for op in made)
+        self.refused = why_not_again(op.type for op in made)
         found = tape.gradient(out, sources, output_gradients=upstream)
         towards = found.pop(0) if floats else None
         # No update before the second pass has read the weights. TensorFlow's optimiser drops what orders these two: all
@@ -151,7 +145,7 @@ class _Block:
 def _statistics_held(layers: Iterable[Any]) -> Iterator[None]:
     """Moving averages stay as they are: what normalises is the batch's own mean and variance."""
     with contextlib.ExitStack() as undo:
-        for layer in (inner for layer in layers for inner in layers_within(layer)):
+        for layer in (inner for outer in layers for inner in layers_within(outer)):
             if isinstance(layer, keras.layers.BatchNormalization):
                 undo.callback(put_on(layer, "_assign_moving_average", _unchanged))
                 undo.callback(put_on(layer, "_assign_new_value", _unchanged))
@@ -160,7 +154,3 @@ def _statistics_held(layers: Iterable[Any]) -> Iterator[None]:
 
 def _unchanged(variable: Any, *_: Any) -> Any:
     return variable
-
-
-def _handed_over(layer: Any) -> tuple[int, int]:
-    return len(layer._losses), len(layer._metrics)

@@ -1,5 +1,5 @@
-"""Another train step for a Keras model, traced with another reduction, or with layers compiled or blocks recomputed; and
-the job's own again.
+"""Another train step for a Keras model, traced with another reduction, or with layers compiled or recomputed; and the
+job's own again.
 
 TensorFlow bakes the function that reduces the gradients into the traced train step. So the step is made anew by Keras'
 ``make_train_function(force=True)``, and exchanged between two steps; ``fit`` looks its train function up at every one

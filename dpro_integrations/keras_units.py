@@ -48,7 +48,7 @@ def units(model: Any) -> list[UnitLayers]:
     by_depth = getattr(model, "_nodes_by_depth", {})
     nodes = [CallNode(known) for depth in sorted(by_depth, reverse=True) for known in by_depth[depth]
              if not known.is_input]  # fmt: skip
-    if len(model.inputs or ()) != 1 or not nodes:
+    if not nodes or len(model.inputs) != 1:
         return []
     left = Counter(key for node in nodes for key, _ in node.inputs)
     left.update(str(id(tensor)) for tensor in model.outputs)
@@ -67,8 +67,8 @@ def units(model: Any) -> list[UnitLayers]:
             refused = _why_not_twice(members, calls)
             found.append(UnitLayers(str(maker[given].layer.name), tuple(members), taken, given, refused))
             members, taken = [], given
-    names = Counter(unit.name for unit in found)
-    return [unit for unit in found if names[unit.name] == 1] if len(names) == len(found) else []
+    names = {unit.name for unit in found}
+    return found if len(names) == len(found) else []  # a layer that is called twice ends two units
 
 
 def blocks_of(model: Any, names: Iterable[str]) -> list[list[UnitLayers]]:
@@ -112,13 +112,13 @@ def why_not_again(ops: Iterable[str]) -> str:
 
 
 def _why_not_twice(nodes: list[CallNode], calls: Counter[int]) -> str:
-    """What can be told without a look at its ops."""
+    """What can be told without a look at its ops, of a model that has made steps."""
     for node in nodes:
         if calls[id(node.layer)] > 1:
             return f"layer {node.layer.name!r} is called more than once"
         for layer in layers_within(node.layer):
-            if getattr(layer, "activity_regularizer", None) is not None:
-                return f"layer {layer.name!r} adds to the loss"
+            if getattr(layer, "activity_regularizer", None) is not None or layer._losses or layer._metrics:
+                return f"layer {layer.name!r} adds to the loss or the metrics"
             if isinstance(layer, keras.layers.BatchNormalization) and layer.renorm:
                 return f"layer {layer.name!r} normalises with its moving averages"
     at_edges = [tensor for _, tensor in nodes[0].inputs] + nodes[-1].made

@@ -38,7 +38,7 @@ else:
         """What layers that are called now know of the call around them, to be entered again."""
         now = _calls.call_context()
         held = now.layer, now.inputs, now.build_graph, now.training, now.saving
-        return lambda: now.enter(*held)  # type: ignore[no-any-return]
+        return lambda: now.enter(*held)
 
 
 def name_of(variable: Any) -> str:

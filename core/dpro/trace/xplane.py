@@ -78,7 +78,7 @@ class Allocation(NamedTuple):
 def read(path: Path, allocations: list[Allocation] | None = None) -> RankTrace:
     """Read one rank's profile as far as it goes.
 
-    ``meta.rank`` is -1 where the file name does not tell it. ``allocations`` gets what the profile has of them.
+    ``meta.rank`` is -1 where the file name does not tell it. ``allocations`` gets what the profile has of them, by time.
 
     Raises:
         TraceError: the file cannot be read, is no XSpace, or no op of TensorFlow's executor is in it.
@@ -98,9 +98,9 @@ def read(path: Path, allocations: list[Allocation] | None = None) -> RankTrace:
     return trace
 
 
-def read_bytes(blob: bytes, source: object) -> RankTrace:
+def read_bytes(blob: bytes, source: object, allocations: list[Allocation] | None = None) -> RankTrace:
     """The same of a serialised XSpace; ``source`` is what errors and ``meta.source`` call it."""
-    return _read(blob, source)
+    return _read(blob, source, allocations)
 
 
 def _read(data: Data, source: object, allocations: list[Allocation] | None = None) -> RankTrace:
@@ -108,7 +108,8 @@ def _read(data: Data, source: object, allocations: list[Allocation] | None = Non
     reader.space()
     trace = reader.finish()
     if allocations is not None:
-        allocations += [one._replace(at=one.at + reader.shifted) for one in reader.allocations]
+        made = sorted(reader.allocations, key=lambda one: one.at)
+        allocations += [one._replace(at=one.at + reader.shifted) for one in made]
     return trace
 
 
