@@ -78,7 +78,7 @@ class Allocation(NamedTuple):
 def read(path: Path, allocations: list[Allocation] | None = None) -> RankTrace:
     """Read one rank's profile as far as it goes.
 
-    ``meta.rank`` is -1 where the file name does not tell it. ``allocations`` gets what the profile has of them, by time.
+    ``meta.rank`` is -1 where the file name does not tell it. ``allocations`` gets those that the profile has, by time.
 
     Raises:
         TraceError: the file cannot be read, is no XSpace, or no op of TensorFlow's executor is in it.

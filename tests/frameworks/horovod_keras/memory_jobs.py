@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow.keras as hvd
@@ -157,32 +158,40 @@ def wide() -> Any:
     return keras.Sequential([keras.Input((32,)), *layers, dense("head", 9, 1)])
 
 
-def over_budget(budget: int = 0, steps: int = 40) -> dict[str, Any]:
-    """Batches of 256 times the size; ``budget`` bytes, 0: no dpro."""
-    from dpro_integrations.keras import DproCallback
-
+def over_budget(budget: int = 0, alone: bool = False) -> dict[str, Any]:
+    """The whole way; ``budget`` bytes, 0: no dpro. ``alone``: one process, without Horovod."""
     keras.backend.experimental.enable_tf_random_generator()
     try:
+        if alone:
+            return _told(budget, 0, lambda model: model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse"), [])
         with job() as rank:
-            keras.utils.set_random_seed(7)
-            model = compiled(wide())
-            x, y = (np.concatenate([part] * 256) for part in batches(1, rank))
-            data = tf.data.Dataset.from_tensors((x, y)).repeat(steps)
-            ours = [DproCallback(memory_bytes=budget)] if budget else []
-            model.fit(data, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), *ours])
-            found: dict[str, Any] = {"state": state(model), "patched": patched(model)}
-            if ours:
-                outcome = ours[0].outcome
-                assert outcome is not None
-                found |= {"verdict": outcome.verdict.name, "reason": outcome.reason}
-                found["plan"] = outcome.plan.settings() if outcome.plan else {}
-                found["predicted_bytes"] = outcome.plan.predicted_bytes if outcome.plan else None
-                found["peak"] = outcome.planned.peak_bytes if outcome.planned else None
-                found["warnings"] = outcome.planned.warnings if outcome.planned else []
-                found["measured"] = [arm.peak_bytes for arm in outcome.arms[1:]]
-            return found
+            return _told(budget, rank, compiled, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     finally:
         keras.backend.experimental.disable_tf_random_generator()
+
+
+def _told(budget: int, rank: int, compiling: Callable[[Any], Any], callbacks: list[Any]) -> dict[str, Any]:
+    """Trains on the same batch of 2,048; tells what came of it."""
+    from dpro_integrations.keras import DproCallback
+
+    keras.utils.set_random_seed(7)
+    model = wide()
+    compiling(model)
+    x, y = (np.concatenate([part] * 256) for part in batches(1, rank))
+    data = tf.data.Dataset.from_tensors((x, y)).repeat(40)
+    ours = [DproCallback(memory_bytes=budget)] if budget else []
+    model.fit(data, verbose=0, callbacks=[*callbacks, *ours])
+    found: dict[str, Any] = {"state": state(model), "patched": patched(model)}
+    if ours:
+        outcome = ours[0].outcome
+        assert outcome is not None
+        found |= {"verdict": outcome.verdict.name, "reason": outcome.reason}
+        found["plan"] = outcome.plan.settings() if outcome.plan else {}
+        found["predicted_bytes"] = outcome.plan.predicted_bytes if outcome.plan else None
+        found["peak"] = outcome.planned.peak_bytes if outcome.planned else None
+        found["warnings"] = outcome.planned.warnings if outcome.planned else []
+        found["measured"] = [arm.peak_bytes for arm in outcome.arms[1:]]
+    return found
 
 
 def by_hand() -> dict[str, Any]:
