@@ -19,8 +19,10 @@ from dpro.errors import PlanError
 from dpro_integrations.keras_regions import RANDOM
 from dpro_integrations.keras_version import KERAS3, CallNode, layers_within
 
-#: Give on the memory that they take: the one before is no end of a unit where another follows.
-_SAME_MEMORY = frozenset({"Flatten", "Reshape"})
+#: Give on the memory that they take: such a layer is of the unit of the layer behind it.
+_RESHAPE = frozenset({"Flatten", "Reshape"})
+#: Write their result where what they take was: of the unit before them, which would have nothing to hand on.
+_IN_PLACE = frozenset({"Activation", "ELU", "LeakyReLU", "ReLU"})
 #: Ops that count as stateful, and may run twice all the same.
 _HARMLESS = frozenset({"ReadVariableOp", "VarHandleOp", "VariableShape", "ResourceGather", "Assert"})
 
@@ -57,13 +59,13 @@ def units(model: Any) -> list[UnitLayers]:
     open_, taken = {str(id(model.inputs[0]))}, str(id(model.inputs[0]))
     found: list[UnitLayers] = []
     members: list[CallNode] = []
-    for node in nodes:
+    for node, following in zip(nodes, [*nodes[1:], None], strict=True):
         members.append(node)
         left.subtract(key for key, _ in node.inputs)
         maker.update(dict.fromkeys(node.outputs, node))
         open_ = {key for key in (*open_, *node.outputs) if left[key] > 0}
-        reshaped = type(node.layer).__name__ in _SAME_MEMORY and node is not nodes[-1]
-        if len(open_) == 1 and (given := next(iter(open_))) != taken and not reshaped:
+        shares = following is not None and (_is(node, _RESHAPE) or _is(following, _IN_PLACE))
+        if len(open_) == 1 and (given := next(iter(open_))) != taken and not shares:
             refused = _why_not_twice(members, calls)
             found.append(UnitLayers(str(maker[given].layer.name), tuple(members), taken, given, refused))
             members, taken = [], given
@@ -109,6 +111,10 @@ def why_not_again(ops: Iterable[str]) -> str:
             return f"it draws random numbers ({op}), which would be others the second time"
         return f"it runs {op}, which leaves something behind"
     return ""
+
+
+def _is(node: CallNode, kinds: frozenset[str]) -> bool:
+    return type(node.layer).__name__ in kinds
 
 
 def _why_not_twice(nodes: list[CallNode], calls: Counter[int]) -> str:

@@ -144,6 +144,32 @@ def forward_ops() -> dict[str, Any]:
     return {"counts": counts, "same": [one == states[0] for one in states], "said": said, "patched": patched(model)}
 
 
+def updates_that_wait() -> dict[str, Any]:
+    """In the graph that TensorFlow's optimiser leaves: reads of weights in the second pass, each with whether what
+    updates the weight waits for it."""
+    from dpro.trace.dataflow import normalise
+    from dpro_integrations.keras_graph import Collection
+    from dpro_integrations.keras_memory import _behind, _consumers
+    from dpro_integrations.keras_recompute import SCOPE, Recomputed
+
+    keras.backend.clear_session()
+    x, y = batches(1, 0)
+    model = net(keras.layers.BatchNormalization(name="bn"))
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    Recomputed(model).set(("bn..head",))
+    seen = Collection(frozenset())
+    model.train_on_batch(x, y)
+    seen.stop()
+    graph = max(seen.graphs, key=lambda one: len(one.ops))
+    inputs = {name: [normalise(one) for one in given] for name, given in graph.inputs.items()}
+    waits = {}
+    for read in (name for name, op in graph.ops.items() if op == "ReadVariableOp" and name.startswith(SCOPE)):
+        behind = _behind(_consumers(inputs), [read])
+        updates = [name for name, op in graph.ops.items() if "Assign" in op and inputs[name][0] == inputs[read][0]]
+        waits[read] = [name in behind for name in updates if "moving" not in inputs[read][0]]
+    return {"waits": waits}
+
+
 def unit_names(kind: str) -> dict[str, Any]:
     from dpro_integrations.keras_units import units
 

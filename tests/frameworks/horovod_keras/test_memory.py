@@ -76,6 +76,12 @@ def test_tensorflow_runs_it_twice(ranks: HorovodRanks, tmp_path: Path) -> None:
     assert value["patched"] == []
 
 
+def test_no_weight_is_updated_before_its_second_pass_has_read_it(ranks: HorovodRanks, tmp_path: Path) -> None:
+    """TensorFlow's optimiser drops that order where only the step's own dependencies say so."""
+    (value,) = ranks.run(f"{JOBS}:updates_that_wait", tmp_path, ranks=1).ok().values
+    assert len(value["waits"]) == 4 and all(waits == [True] for waits in value["waits"].values()), value["waits"]
+
+
 def test_units_are_what_lies_between_two_cuts(ranks: HorovodRanks, tmp_path: Path) -> None:
     (conv,) = ranks.run(f"{JOBS}:unit_names", tmp_path, ranks=1, kind="conv").ok().values
     sums = [[f"sum{k}", [f"conv{k}", f"norm{k}", f"relu{k}", f"sum{k}"], ""] for k in range(3)]
