@@ -104,6 +104,8 @@ def cells(models: list[str]) -> list[dict[str, Any]]:
             search = MemorySearch(graph, {Knob.RECOMPUTE}, time_budget_s=30)
             out.append(_row(model, "none", search.plain.peak, peak))
             search.fitting(0)
+            if search.smallest().peak >= search.plain.peak:
+                continue
             budget = (search.smallest().peak + search.plain.peak) // 2
             fit = search.fitting(budget)[0]
             plan = fit.plan({}, 1e-6, search.plain.step_ns / 1e6)

@@ -216,7 +216,7 @@ def _outputs(dataflow: _Edges, layers: dict[str, int], owner: dict[str, tuple[in
 
 
 def _found(events: list[Allocation], until: int, names: list[str], dataflow: _Edges) -> tuple[int, ...]:
-    """Addresses of what these ops gave: what they allocated last and is there, or else was handed on by an input."""
+    """Addresses of what these ops gave: what they allocated and is there, or else was handed on by an input."""
     alive: dict[int, Allocation] = {}
     for event in events:
         if event.at > until:
@@ -231,12 +231,16 @@ def _found(events: list[Allocation], until: int, names: list[str], dataflow: _Ed
             largest[one.op] = one
     found = []
     for name in names:
-        seen, at = set(), name
-        while at not in largest and at not in seen:
-            seen.add(at)
-            at = next(iter(dataflow.get(at, ())), at)
-        if at in largest:
-            found.append(largest[at].address)
+        seen, left, handed = {name}, [name], []
+        while left:
+            at = left.pop()
+            if at in largest:
+                handed.append(largest[at])
+            else:
+                left += [one for one in dataflow.get(at, ()) if one not in seen]
+                seen.update(left)
+        if handed:  # of a sum's two the one that was made last: the other is held by somebody else as well
+            found.append(max(handed, key=lambda one: (one.nbytes, one.at)).address)
     return tuple(dict.fromkeys(found))
 
 

@@ -184,19 +184,20 @@ def wide() -> Any:
     return keras.Sequential([keras.Input((32,)), *layers, dense("head", 9, 1)])
 
 
-def over_budget(budget: int = 0, alone: bool = False) -> dict[str, Any]:
+def over_budget(budget: int = 0, alone: bool = False, mode: str = "apply") -> dict[str, Any]:
     """The whole way; ``budget`` bytes, 0: no dpro. ``alone``: one process, without Horovod."""
     keras.backend.experimental.enable_tf_random_generator()
     try:
         if alone:
-            return _told(budget, 0, lambda model: model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse"), [])
+            sgd = keras.optimizers.SGD(0.01, momentum=0.9)
+            return _told(budget, mode, 0, lambda model: model.compile(sgd, "mse"), [])
         with job() as rank:
-            return _told(budget, rank, compiled, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+            return _told(budget, mode, rank, compiled, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     finally:
         keras.backend.experimental.disable_tf_random_generator()
 
 
-def _told(budget: int, rank: int, compiling: Callable[[Any], Any], callbacks: list[Any]) -> dict[str, Any]:
+def _told(budget: int, mode: str, rank: int, compiling: Callable[[Any], Any], callbacks: list[Any]) -> dict[str, Any]:
     """Trains on the same batch of 2,048; tells what came of it."""
     from dpro_integrations.keras import DproCallback
 
@@ -204,8 +205,8 @@ def _told(budget: int, rank: int, compiling: Callable[[Any], Any], callbacks: li
     model = wide()
     compiling(model)
     x, y = (np.concatenate([part] * 256) for part in batches(1, rank))
-    data = tf.data.Dataset.from_tensors((x, y)).repeat(40)
-    ours = [DproCallback(memory_bytes=budget)] if budget else []
+    data = tf.data.Dataset.from_tensors((x, y)).repeat(26)
+    ours = [DproCallback(mode=mode, memory_bytes=budget)] if budget else []
     model.fit(data, verbose=0, callbacks=[*callbacks, *ours])
     found: dict[str, Any] = {"state": state(model), "patched": patched(model)}
     if ours:
