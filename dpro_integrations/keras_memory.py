@@ -13,6 +13,7 @@ import ctypes
 import os
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ class Meter:
         told = [(unit.name, number > 0, refused[number]) for number, unit in enumerate(self._units)]
         signed = list(_signed(self.events))
         base = self._base_bytes(signed, begin, self._places[step])
-        trace.meta.extra[MEMORY] = dump(profile(signed, marks, (begin, end), base, told))
+        found = profile(signed, marks, (begin, end), base, told)
+        trace.meta.extra[MEMORY] = dump(replace(found, settles=True))
         return trace
 
     def _variables(self) -> list[Any]:

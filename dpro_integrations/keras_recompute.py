@@ -132,6 +132,12 @@ class _Block:
         reads = [op for op in made if any(given.dtype == tf.resource for given in op.inputs)]
         with tf.control_dependencies(reads):
             found = [None if one is None else tf.identity(one) for one in found]
+        # What the second pass made is let go of before the blocks before it need room: else TensorFlow runs weights'
+        # gradients when it has nothing else to do, and keeps what they take until then.
+        if towards is not None:
+            of_weights = tf.nest.flatten([one for one in found if one is not None], expand_composites=True)
+            with tf.control_dependencies(of_weights):
+                towards = tf.identity(towards)
         return (towards, found) if variables else towards
 
     def _run(self, value: Any) -> Any:
