@@ -155,10 +155,13 @@ def make_tuner(
     global _count
     knows = library(model)
     rank, size = knows.place()
-    if size < 2 and not (given.get("regions_s") or before_the_meeting().regions_s):
+    usual = before_the_meeting()
+    wanted = given.get("regions_s") or given.get("memory_bytes") or usual.regions_s or usual.memory_bytes
+    if size < 2 and not wanted:
         if not disabled():
             Session(Settings(), rank).say(
-                "one process only: there is nothing to synchronise, nothing to tune (regions_s=10 tries XLA on layers)"
+                "one process only: there is nothing to synchronise, nothing to tune (regions_s=10 tries XLA on layers, "
+                "memory_bytes makes it fit into memory)"
             )
         return None
     if size < 2:

@@ -8,14 +8,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from dpro.adapter import Exchange
+from dpro.adapter import Exchange, Knob
 from dpro.errors import PlanError
+from dpro.meeting import describe
 from dpro.plan import Plan
 from dpro.trace.model import RankTrace, Tensor
 from dpro_integrations.host_load import StepCpu
 from dpro_integrations.keras_capture import Capture, warm_up
 from dpro_integrations.keras_graph import StepGraph, Tracing, nodes_of, seeded_in, traced_functions
+from dpro_integrations.keras_memory import Meter
 from dpro_integrations.keras_retrace import TrainStep
+from dpro_integrations.keras_units import units
 from dpro_integrations.keras_version import dtype_of, name_of, shape_of, traced_step
 
 _SAMPLES = 64
@@ -43,12 +46,19 @@ class KerasAdapter:
         self._longest_s = 0.0
         self._cpu = StepCpu()
         self._capture: Capture | None = None
+        self._memory = False
+        self._meter: Meter | None = None
+        self._unmetered = ""
         self._compiled: Any = None  # the train function that the job had after its first step
         if not self._seen():
             self._trace_again()
         warm_up()
 
     # -- for subclasses ------------------------------------------------------------------------
+
+    def capabilities(self) -> set[Knob]:
+        """See :class:`dpro.adapter.Adapter`."""
+        raise NotImplementedError
 
     def why_not(self) -> str:
         """See :class:`dpro.adapter.Adapter`."""
@@ -109,11 +119,18 @@ class KerasAdapter:
         if not self._seen():
             why = f": {self._seeded} draws random numbers from a seed" if self._seeded else ""
             raise RuntimeError(f"the train step was traced before dpro could look on{why}")
-        self._capture = Capture(self._longest_s, self._cpu)
+        self._meter = self._new_meter()
+        self._capture = Capture(self._longest_s, self._cpu, None if self._meter is None else self._meter.events)
+
+    def meter_memory(self) -> None:
+        """See :class:`dpro.adapter.MemoryMeter`."""
+        self._memory = True
 
     def mark_step(self) -> None:
         if self._capture is not None:
             self._capture.mark_step()
+        if self._meter is not None:
+            self._meter.begin()
 
     def stop_capture(self) -> RankTrace:
         capture, self._capture = self._capture, None
@@ -125,12 +142,13 @@ class KerasAdapter:
             tensors.append(Tensor(name_of(variable), tuple(size or 0 for size in shape_of(variable)), dtype, nbytes))
         trace = capture.finish(self._graphs(), tensors, self._members(), self._names())
         trace.meta.framework, trace.meta.source = self._framework(), self.name
-        return trace
+        return self._with_memory(trace)
 
     def abort_capture(self) -> None:
         capture, self._capture = self._capture, None
         if capture is not None:
             capture.abort()
+        self._no_meter()
 
     def revert(self) -> None:
         self._step.clear()
@@ -153,6 +171,42 @@ class KerasAdapter:
             self._put_back(former)
 
     # -- parts ---------------------------------------------------------------------------------
+
+    def _new_meter(self) -> Meter | None:
+        """For a capture that begins, where memory is asked for and can be told; else it is remembered why not."""
+        if not self._memory:
+            return None
+        try:
+            if Knob.RECOMPUTE not in self.capabilities():
+                raise RuntimeError("there is nothing here that would make the job fit")
+            meter = Meter(self._model)
+            meter.begin()
+            return meter
+        except Exception as error:  # there are other things to tune
+            self._unmetered = describe(error)
+            return None
+
+    def _with_memory(self, trace: RankTrace) -> RankTrace:
+        """``trace`` with what the meter saw, or a line that it did not."""
+        meter = self._meter
+        self._no_meter()
+        try:
+            trace = trace if meter is None else meter.add_to(trace)
+        except Exception as error:  # a graph that is like none that was seen
+            self._unmetered = describe(error)
+        if self._memory and self._unmetered:
+            trace.warnings.append(f"no memory: {self._unmetered}")
+        return trace
+
+    def _no_meter(self) -> None:
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            meter.detach()
+
+    def _layer_knobs(self) -> set[Knob]:
+        """What can be done with layers, whoever synchronises."""
+        compiled = {Knob.COMPILE_REGIONS} if tf.test.is_built_with_xla() else set()
+        return compiled | ({Knob.RECOMPUTE} if units(self._model) else set())
 
     def _put_back(self, former: tuple[Any, Any]) -> None:
         self._model.train_function = former[0]
@@ -191,6 +245,8 @@ class KerasAdapter:
         foreign = sorted(set(plan.settings()) - settings)
         if foreign:
             raise PlanError(f"nothing is known for {foreign[0]!r} that dpro changes in a running Keras job")
+        if plan.recompute and plan.compile_regions:
+            raise PlanError("layers are compiled or recomputed, not both in one plan")
         if not self._seen():
             raise PlanError("the train step was traced before dpro could look on")
         return self._reduced()

@@ -57,12 +57,13 @@ class Capture:
     Args:
         usual_s: the longest step so far, seconds.
         cpu: of the process, in steps without us; goes on being told of those that are captured.
+        allocations: gets what the profile has of them, where TensorFlow was told to record them.
 
     Raises:
         RuntimeError: a profiler is running already, or the job is not on the CPU.
     """
 
-    def __init__(self, usual_s: float, cpu: StepCpu) -> None:
+    def __init__(self, usual_s: float, cpu: StepCpu, allocations: list[xplane.Allocation] | None = None) -> None:
         if profiler_v2._profiler is not None:
             raise RuntimeError("the job's own profiler is running")
         if tf.config.list_logical_devices("GPU"):
@@ -71,7 +72,7 @@ class Capture:
         self._opened = 0
         self._lost = ""
         self._limit_s = max(LEAST_LIMIT_S, LIMIT_STEPS * usual_s)
-        self._cpu = cpu
+        self._cpu, self._allocations = cpu, allocations
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
         self._session: Any = None
@@ -134,7 +135,7 @@ class Capture:
             size = sum(file.stat().st_size for file in files)
             if not files or size > LIMIT_BYTES:
                 raise RuntimeError(f"the capture is too large ({size >> 20} MiB)" if files else _TAKEN_OVER)
-            trace = xplane.read(files[0])
+            trace = xplane.read(files[0], self._allocations)
         return self._complete(trace, contention, graphs, tensors, members, names)
 
     def abort(self) -> None:

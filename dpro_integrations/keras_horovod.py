@@ -72,7 +72,7 @@ class KerasHorovodAdapter(KerasAdapter):
     def capabilities(self) -> set[Knob]:
         if self.why_not():
             return set()
-        return {Knob.GROUPS, Knob.CYCLE_TIME} | ({Knob.COMPILE_REGIONS} if tf.test.is_built_with_xla() else set())
+        return {Knob.GROUPS, Knob.CYCLE_TIME} | self._layer_knobs()
 
     def why_not(self) -> str:
         told = settings_of(self._own_reduction())
@@ -110,9 +110,9 @@ class KerasHorovodAdapter(KerasAdapter):
     # -- settings ------------------------------------------------------------------------------
 
     def prepare(self, plan: Plan) -> None:
-        reduced = self._check_fit(plan, {"tensor_groups", "compile_regions"})
-        if not plan.tensor_groups and not plan.compile_regions:
-            raise PlanError("the plan has neither tensor_groups nor compile_regions")
+        reduced = self._check_fit(plan, {"tensor_groups", "compile_regions", "recompute"})
+        if not plan.tensor_groups and not plan.compile_regions and not plan.recompute:
+            raise PlanError("the plan has none of tensor_groups, compile_regions, recompute")
         known = {name_of(variable): variable for variable in reduced}
         for name in (name for group in plan.tensor_groups or () for name in group):
             if name not in known:
@@ -120,7 +120,7 @@ class KerasHorovodAdapter(KerasAdapter):
         groups = [[known[name] for name in group] for group in plan.tensor_groups or ()]
         alike = [kind for group in groups for kind in split_by_kind(group)]
         reducing = functools.partial(grouped, groups=alike) if alike else None
-        self._step.make(plan.sha256, reducing, plan.compile_regions or [], reduced)
+        self._step.make(plan.sha256, reducing, plan.compile_regions or [], reduced, plan.recompute or ())
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)

@@ -78,7 +78,7 @@ class KerasSingleAdapter(KerasAdapter):
         super().close()
 
     def capabilities(self) -> set[Knob]:
-        return set() if self.why_not() else {Knob.COMPILE_REGIONS}
+        return set() if self.why_not() else self._layer_knobs()
 
     def why_not(self) -> str:
         if not tf.test.is_built_with_xla():
@@ -105,10 +105,10 @@ class KerasSingleAdapter(KerasAdapter):
         return time_regions(self._model, self._step.regions, trace, budget_s) if self.capabilities() else []
 
     def prepare(self, plan: Plan) -> None:
-        self._check_fit(plan, {"compile_regions"})
-        if not plan.compile_regions:
-            raise PlanError("the plan has no compile_regions")
-        self._step.make(plan.sha256, None, plan.compile_regions, super()._reduced())
+        self._check_fit(plan, {"compile_regions", "recompute"})
+        if not plan.compile_regions and not plan.recompute:
+            raise PlanError("the plan has neither compile_regions nor recompute")
+        self._step.make(plan.sha256, None, plan.compile_regions or [], super()._reduced(), plan.recompute or ())
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)

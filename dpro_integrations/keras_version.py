@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -21,12 +23,22 @@ if KERAS3:
         context = global_state.get_global_attribute("current_call_ctx")
         return bool(getattr(context, "training", None))
 
+    def calling() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+        """What layers that are called now know of the call around them, to be entered again."""
+        return contextlib.nullcontext
+
 else:
     _calls = importlib.import_module(f"{_module.rpartition('.')[0]}.base_layer_utils")
 
     def in_training() -> bool:
         """Whether the layer that is being called is called in training."""
         return bool(_calls.call_context().training)
+
+    def calling() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+        """What layers that are called now know of the call around them, to be entered again."""
+        now = _calls.call_context()
+        held = now.layer, now.inputs, now.build_graph, now.training, now.saving
+        return lambda: now.enter(*held)
 
 
 def name_of(variable: Any) -> str:
@@ -52,6 +64,11 @@ def value_of(variable: Any) -> Any:
 def inner_layers(layer: Any) -> list[Any]:
     """The layers right in it."""
     return list(layer._flatten_layers(recursive=False, include_self=False))
+
+
+def layers_within(layer: Any) -> list[Any]:
+    """The layer, and all that are in it."""
+    return list(layer._flatten_layers())
 
 
 def takes_training(layer: Any) -> bool:
@@ -95,7 +112,8 @@ class CallNode:
     """
 
     def __init__(self, node: Any) -> None:
-        self._node = node
+        #: Keras' own
+        self.known = node
         self.layer = node.operation if KERAS3 else node.layer
         taken = node.input_tensors if KERAS3 else node.keras_inputs
         self.inputs = [(str(id(tensor)), tensor) for tensor in taken]
@@ -105,8 +123,8 @@ class CallNode:
     def call(self, values: dict[str, Any], **more: Any) -> Any:
         """Call the layer as in the graph, with ``values`` by id in the place of its tensors."""
         if KERAS3:
-            args, kwargs = self._node.arguments.fill_in({int(key): value for key, value in values.items()})
+            args, kwargs = self.known.arguments.fill_in({int(key): value for key, value in values.items()})
         else:
             counted = [key for key, _ in self.inputs]
-            args, kwargs = self._node.map_arguments({key: [values[key]] * counted.count(key) for key in counted})
+            args, kwargs = self.known.map_arguments({key: [values[key]] * counted.count(key) for key in counted})
         return self.layer(*args, **{**kwargs, **more})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dpro.graph.graph import Graph
 from dpro.passes.recompute import Recompute
 from dpro.replay.engine import replay
@@ -37,6 +39,18 @@ def test_a_run_is_one_block() -> None:
     """Layers 1 and 2 as one: in its second pass there is what layer 0 holds, and all of both again."""
     graph = chain_graph(chain_profile([100, 200, 300], [10, 20, 30]), [1, 1, 1], [2, 2, 2])
     assert peak(graph, "net.1..2") == BASE + 110 + (200 + 20 + 300 + 30) + 1
+
+
+def test_a_block_whose_backward_pass_is_late() -> None:
+    """Layer 1's 200 bytes are let go of in the update (gradients of weights that TensorFlow runs last), and layer 0's
+    backward pass takes 500. Run again, they are there as long, unless all of the block is over before that."""
+    profile = chain_profile([100, 200], [10, 20])
+    held = [replace(one, freed=7) if one.nbytes == 200 else one for one in profile.held]
+    rise = [500 if segment == 6 else nbytes for segment, nbytes in enumerate(profile.rise)]
+    late = replace(profile, held=tuple(held), rise=tuple(rise))
+    assert peak(chain_graph(late, [1, 1], [2, 2])) == BASE + 100 + 200 + 500
+    assert peak(chain_graph(late, [1, 1], [2, 2]), "net.1") == BASE + 100 + 200 + 500
+    assert peak(chain_graph(replace(late, settles=True), [1, 1], [2, 2]), "net.1") == BASE + 100 + 500
 
 
 def test_gradients_stay() -> None:

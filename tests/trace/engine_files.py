@@ -44,14 +44,14 @@ def pb(number: int, value: int | str | bytes) -> bytes:
 
 @dataclass
 class Plane:
-    """An XPlane: events (name, start ns, end ns, whole-number stats) by thread, and names behind them, as written."""
+    """An XPlane: events (name, start ns, end ns, stats) by thread, and names behind them, as written."""
 
     name: str = "/host:CPU"
-    threads: dict[str, list[tuple[str, int, int, dict[str, int]]]] = field(default_factory=dict)
+    threads: dict[str, list[tuple[str, int, int, dict[str, int | str]]]] = field(default_factory=dict)
     base_ns: int = 0
-    stats: dict[str, int] = field(default_factory=dict)
+    stats: dict[str, int | str] = field(default_factory=dict)
 
-    def add(self, thread: str, name: str, start: int, end: int, **stats: int) -> Plane:
+    def add(self, thread: str, name: str, start: int, end: int, **stats: int | str) -> Plane:
         self.threads.setdefault(thread, []).append((name, start, end, stats))
         return self
 
@@ -59,8 +59,9 @@ class Plane:
         kinds: dict[str, int] = {}
         stat_kinds: dict[str, int] = {}
 
-        def told(stats: dict[str, int], number: int) -> bytes:
-            every = [pb(1, stat_kinds.setdefault(k, len(stat_kinds) + 1)) + pb(4, v) for k, v in stats.items()]
+        def told(stats: dict[str, int | str], number: int) -> bytes:
+            kinds = [(stat_kinds.setdefault(key, len(stat_kinds) + 1), value) for key, value in stats.items()]
+            every = [pb(1, kind) + pb(5 if isinstance(value, str) else 4, value) for kind, value in kinds]
             return b"".join(pb(number, stat) for stat in every)
 
         lines = b""

@@ -68,6 +68,20 @@ def test_what_is_an_op(name: str, op: str | None) -> None:
     assert found == ["dense/MatMul", *([op] if op else []), "dense/BiasAdd"]
 
 
+def test_allocations_by_hand() -> None:
+    """On the trace's clock, which a mark makes the monotonic one: 1,000 ns of the profile are 5,000 of it."""
+    plane = executor_step().add("python", xplane.CLOCK_MARK, 1_000, 1_000, monotonic_ns=5_000)
+    taken = {"addr": 64, "requested_bytes": 256}
+    plane.add("tf_Compute/7", "MemoryAllocation", 1_010_000, 1_010_000, **taken, tf_op="dense/MatMul")
+    plane.add("tf_Compute/7", "MemoryAllocation", 1_011_000, 1_011_000, addr=-1, requested_bytes=8)
+    plane.add("tf_Compute/7", "MemoryAllocation", 1_012_000, 1_012_000, addr=128, requested_bytes=1 << 60)
+    plane.add("python", "MemoryDeallocation", 1_060_000, 1_060_000, addr=64, requested_bytes=0)
+    found: list[xplane.Allocation] = []
+    trace = xplane.read_bytes(space(plane), "memory", found)
+    assert found == [(1_014_000, 64, 256, "dense/MatMul"), (1_064_000, 64, 0, "")]
+    assert trace.meta.clock == "monotonic" and len(ops(trace)) == 2
+
+
 def test_threads_of_one_name_are_told_apart() -> None:
     plane = Plane()
     plane.add("ab", "x:Mul", 0, 10)

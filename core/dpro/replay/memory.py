@@ -90,10 +90,11 @@ def _peak(profile: MemoryProfile, starts: list[int], again: list[tuple[int, str]
     order.sort()
     place = {(k, segment): position for position, (_, _, k, segment) in enumerate(order)}
     plain = len(blocks)
+    settled = [place[plain, b.first_backward] if profile.settles else len(order) for _, b in blocks]
     rise = np.array([profile.rise[segment] for _, _, _, segment in order], dtype=np.int64)
     change = np.zeros(len(order) + 2, dtype=np.int64)  # [p + 1]: at the begin of position p
     for held in profile.held:
-        for made, freed in _lives(held, [block for _, block in blocks], place, plain, len(order)):
+        for made, freed in _lives(held, [block for _, block in blocks], place, plain, len(order), settled):
             change[made + 1] += held.nbytes if made != BEFORE else 0
             change[freed + 1] -= held.nbytes
     live = profile.base_bytes + np.cumsum(change)[: len(order)]
@@ -101,9 +102,15 @@ def _peak(profile: MemoryProfile, starts: list[int], again: list[tuple[int, str]
 
 
 def _lives(
-    held: Held, blocks: list[Block], place: dict[tuple[int, int], int], plain: int, end: int
+    held: Held,
+    blocks: list[Block],
+    place: dict[tuple[int, int], int],
+    plain: int,
+    end: int,
+    settled: list[int],
 ) -> list[tuple[int, int]]:
-    """From which position to which: made in the first, freed in the second (``end``: not in this step)."""
+    """From which position to which: made in the first, freed in the second (``end``: not in this step). ``settled``:
+    where what each block's second pass made is gone."""
     made = BEFORE if held.made == BEFORE else place[plain, held.made]
     freed = place.get((plain, held.freed), end)
     for k, block in enumerate(blocks):
@@ -111,7 +118,7 @@ def _lives(
             freed = max(freed, place[plain, block.first_backward])  # its input is kept until then
         if not block.forward <= held.made < block.after or not block.backward <= held.freed or freed == end:
             continue
-        copy = place[k, held.made], freed
+        copy = place[k, held.made], min(freed, settled[k])
         if held.output == block.last:  # whoever takes it holds it until his backward pass is over
             return [(made, place[k, block.forward] - 1), copy]
         return [(made, place[plain, block.after - 1]), copy]

@@ -64,6 +64,8 @@ class MemoryProfile:
     kept: tuple[int, ...]
     held: tuple[Held, ...]
     units: tuple[Unit, ...]
+    #: the whole backward pass of a block that runs again is over before that of the one before it begins
+    settles: bool = False
 
     @property
     def segments(self) -> int:
@@ -230,6 +232,7 @@ def dump(memory: MemoryProfile) -> dict[str, Any]:
         "kept": [*memory.kept],
         "held": [[one.made, one.freed, one.nbytes, one.output] for one in memory.held],
         "units": [asdict(unit) for unit in memory.units],
+        "settles": memory.settles,
     }
 
 
@@ -254,6 +257,7 @@ def load(told: Any) -> MemoryProfile | None:
         tuple(kept),
         tuple(Held(*one) for one in held),
         tuple(Unit(**unit) for unit in units),
+        told.get("settles") is True,
     )
 
 

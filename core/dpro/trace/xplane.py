@@ -27,7 +27,7 @@ from array import array
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dpro.errors import TraceError
 from dpro.trace.dataflow import normalise
@@ -56,16 +56,29 @@ _XSPACE_PLANE, _XSPACE_HOST = 1, 4
 _PLANE_NAME, _PLANE_LINE, _PLANE_EVENTS, _PLANE_STATS, _PLANE_STAT = 2, 3, 4, 5, 6
 _LINE_ID, _LINE_NAME, _LINE_NS, _LINE_EVENT = 1, 2, 3, 4
 _EVENT_KIND, _EVENT_OFFSET, _EVENT_DURATION, _EVENT_STAT, _EVENT_COUNT = 1, 2, 3, 4, 5
-_STAT_KIND, _STAT_UINT, _STAT_INT = 1, 3, 4
+_STAT_KIND, _STAT_UINT, _STAT_INT, _STAT_TEXT, _STAT_NAME = 1, 3, 4, 5, 7
+#: What TensorFlow's allocator records, where it was told to count (``tsl/framework/cpu_allocator_impl.cc``).
+_ALLOCATED, _FREED = "MemoryAllocation", "MemoryDeallocation"
+_TEXT_STAT: Schema = {_STAT_KIND: ("kind", None), _STAT_TEXT: ("text", None), _STAT_NAME: ("name", None)}
+_MAX_BYTES_AT_ONCE = 1 << 50
 _T = TypeVar("_T")
 #: An entry of the two maps from numbers to names.
 _ENTRY: Schema = {1: ("key", None), 2: ("value", {2: ("name", None)})}
 
 
-def read(path: Path) -> RankTrace:
+class Allocation(NamedTuple):
+    """``nbytes`` allocated at ``at`` (ns, on the trace's clock) by the node ``op`` ("" unknown); 0: freed."""
+
+    at: int
+    address: int
+    nbytes: int
+    op: str
+
+
+def read(path: Path, allocations: list[Allocation] | None = None) -> RankTrace:
     """Read one rank's profile as far as it goes.
 
-    ``meta.rank`` is -1 where the file name does not tell it.
+    ``meta.rank`` is -1 where the file name does not tell it. ``allocations`` gets those that the profile has, by time.
 
     Raises:
         TraceError: the file cannot be read, is no XSpace, or no op of TensorFlow's executor is in it.
@@ -78,22 +91,26 @@ def read(path: Path) -> RankTrace:
             if size > _MAX_BYTES:
                 raise TraceError(path, f"{size >> 20} MiB, more than any protobuf has")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                trace = _read(data, path)
+                trace = _read(data, path, allocations)
     except OSError as error:
         raise TraceError(path, error.strerror or "cannot be read") from error
     trace.meta.rank = rank_in_name(path)
     return trace
 
 
-def read_bytes(blob: bytes, source: object) -> RankTrace:
+def read_bytes(blob: bytes, source: object, allocations: list[Allocation] | None = None) -> RankTrace:
     """The same of a serialised XSpace; ``source`` is what errors and ``meta.source`` call it."""
-    return _read(blob, source)
+    return _read(blob, source, allocations)
 
 
-def _read(data: Data, source: object) -> RankTrace:
+def _read(data: Data, source: object, allocations: list[Allocation] | None = None) -> RankTrace:
     reader = _Reader(data, source)
     reader.space()
-    return reader.finish()
+    trace = reader.finish()
+    if allocations is not None:
+        made = sorted(reader.allocations, key=lambda one: one.at)
+        allocations += [one._replace(at=one.at + reader.shifted) for one in made]
+    return trace
 
 
 class _Reader:
@@ -107,6 +124,8 @@ class _Reader:
         self.full_level = False
         self.epoch_ns = 0
         self.clock_ns: list[int] = []  # what was to be taken from a time to have the monotonic one
+        self.shifted = 0  # what was added to all times in the end
+        self.allocations: list[Allocation] = []
         self.op_types: dict[str, str] = {}
         self.threads: dict[int, str] = {}  # line id -> resource
         self.unnamed: list[tuple[str, str, int, int]] = []
@@ -210,6 +229,8 @@ class _Reader:
         if op is not None:
             self.op_types[op[0]] = op[1]
             self.builder.add(op[0], EventKind.CPU_OP, thread, start, start + duration)
+        elif kinds.names.get(kind) in (_ALLOCATED, _FREED):
+            self._allocation(kinds.names[kind], start, stats, kinds.stats)
         elif kind in kinds.names:
             self._range(kinds.names[kind], start, start + duration, thread, self._stats(stats, kinds.stats))
         elif kinds.cut:
@@ -225,6 +246,18 @@ class _Reader:
             self.marks[name].append((start, end, thread))
         elif "tf_function_call" in stats:
             self.calls[name].append((start, end))
+
+    def _allocation(self, kind: str, at: int, stats: list[tuple[int, int]], names: dict[int, str]) -> None:
+        numbers = self._stats(stats, names)
+        address, nbytes = numbers.get("addr", -1), numbers.get("requested_bytes", 0) if kind == _ALLOCATED else 0
+        if address < 0 or (kind == _ALLOCATED and not 0 < nbytes < _MAX_BYTES_AT_ONCE):
+            return
+        op = ""
+        for begin, until in stats:
+            told = message(self.data, begin, until, _TEXT_STAT, self.damage)
+            if names.get(_last(told, "kind", int, 0)) == "tf_op":
+                op = names.get(_last(told, "name", int, 0), "") or _last(told, "text", str, "")
+        self.allocations.append(Allocation(at, address, nbytes, normalise(op)))
 
     def _stats(self, places: list[tuple[int, int]], names: dict[int, str]) -> dict[str, int]:
         """Whole numbers among the stats, by name; the others as -1."""
@@ -264,10 +297,12 @@ class _Reader:
         trace = self._in_steps()
         if self.clock_ns:
             # A mark's range begins after the clock was read: the least difference is the nearest to the truth.
-            trace.shift(-min(self.clock_ns))
+            self.shifted = -min(self.clock_ns)
+            trace.shift(self.shifted)
             trace.meta.clock = "monotonic"
         elif self.epoch_ns and int(trace.end.max()) < _MAX_TIME_NS - self.epoch_ns:
-            trace.shift(self.epoch_ns)
+            self.shifted = self.epoch_ns
+            trace.shift(self.shifted)
         return trace
 
     def _in_steps(self) -> RankTrace:

@@ -48,6 +48,8 @@ def main() -> None:
     dpro.tuner.compare = lambda *_: Comparison(0.9 if kept else 1.1, 0.0, kept)
     if layers := given.pop("layers", None):
         given["plan"] = Plan(compile_regions=layers)
+    if blocks := given.pop("blocks", None):
+        given["plan"] = Plan(recompute=blocks)
     model = network(kind)
     more = {"jit_compile": True} if kind == "jit" else {}
     model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"], **more)

@@ -87,3 +87,10 @@ def test_what_is_not_tuned_is_said_in_one_line(kind: str, given: dict[str, Any],
     found, lines = run(kind, tmp_path, **given)
     assert len(lines) == 1 and says in lines[0]
     assert found["verdict"] == "" and found["left"] == []
+
+
+def test_blocks_are_not_recomputed(tmp_path: Path, plain: Any) -> None:
+    found, lines = run("fit", tmp_path, blocks=["norm"], memory_bytes=1 << 30)
+    assert found["verdict"] == "STEPPED_ASIDE" and found["left"] == []
+    assert sum("blocks are recomputed in Keras 2 only" in line for line in lines) == 1, lines
+    assert found["weights"] == plain()["weights"]
