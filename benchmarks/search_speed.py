@@ -7,7 +7,8 @@ whole graph's replay of the best plan, whatever was looked at, so rows of a job 
 
 ``delta``: replays of a graph of 100,000 ops (:mod:`benchmarks.replay_speed`, one step of as many ranks as that takes)
 after one bucket was changed, against whole ones, which are told both with and without the new arrays that an edit costs
-them. ``ranks``: the same search with the help of other ranks, processes that talk through dpro's own store.
+them. ``ranks``: the same search with the help of other ranks, processes that talk through torch's store, as in a DDP
+job.
 
 ``python -m benchmarks.search_speed --json`` prints ``{place, searches, delta, ranks}``.
 """
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.distributed import TCPStore
 
 from benchmarks.cells import LINKS, MODELS, Jobs, JobSet, place, say
 from benchmarks.predict import load
@@ -52,7 +54,6 @@ from dpro.search.team import Team, assist
 from dpro.search.view import ALL, Speedups
 from dpro.trace.byteps import DEFAULT_PARTITION_BYTES, cut
 from dpro_integrations.exchange import StoreExchange
-from dpro_integrations.store import Client, Server
 
 WORKERS, SERVERS = 16, 4
 STEPS = (
@@ -189,7 +190,7 @@ def _seconds(call: Any) -> tuple[int, float]:
 def with_ranks(graph: Graph, counts: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     """The search without accelerations, in turns with 1, 2 and 4 ranks; the plan is compared with that of one rank."""
     blob, sync = pack(graph), graph.info["sync"]
-    server = Server("127.0.0.1")
+    server = TCPStore("127.0.0.1", 0, is_master=True)
     context = multiprocessing.get_context("spawn")
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     plans: dict[int, set[str]] = {count: set() for count in counts}
@@ -198,12 +199,12 @@ def with_ranks(graph: Graph, counts: tuple[int, ...], rounds: int) -> list[dict[
         for count in counts:
             key = f"{turn}/{count}"
             others = [
-                context.Process(target=_help, args=(server.port, server.secret, rank, count, key), daemon=True)
+                context.Process(target=_help, args=(server.port, rank, count, key), daemon=True)
                 for rank in range(1, count)
             ]
             for process in others:
                 process.start()
-            exchange = StoreExchange(Client("127.0.0.1", server.port, server.secret, 60.0), 0, count)
+            exchange = StoreExchange(server, 0, count)
             exchange.post(f"{key}/here", b"")
             exchange.collect(f"{key}/here", 60.0)
             mine = unpack(blob)
@@ -218,7 +219,6 @@ def with_ranks(graph: Graph, counts: tuple[int, ...], rounds: int) -> list[dict[
             for process in others:
                 process.join(30)
             say(f"  {count} ranks: {seconds[count][-1]:.2f} s, {team.evaluations} replays by others")
-    server.close()
     alone = statistics.median(seconds[counts[0]])
     return [
         {
@@ -230,10 +230,10 @@ def with_ranks(graph: Graph, counts: tuple[int, ...], rounds: int) -> list[dict[
     ]  # fmt: skip
 
 
-def _help(port: int, secret: str, rank: int, world_size: int, key: str) -> None:
+def _help(port: int, rank: int, world_size: int, key: str) -> None:
     from dpro.search import judge  # noqa: F401  (in a job, while rank 0 still assembles the graph)
 
-    exchange = StoreExchange(Client("127.0.0.1", port, secret, 60.0), rank, world_size)
+    exchange = StoreExchange(TCPStore("127.0.0.1", port), rank, world_size)
     exchange.post(f"{key}/here", b"")
     assist(exchange, key, 600.0)
 

@@ -107,6 +107,7 @@ def silent(exchange: Exchange) -> None:
 
 def liar(exchange: Exchange) -> None:
     exchange.wait("k/0", 5.0)
+    exchange.agree("k/0/1", "ready")
     exchange.agree("k/1/1", "[]")
 
 
@@ -121,7 +122,7 @@ def test_without_answers_it_goes_on_alone(helper: Helper) -> None:
 def test_a_short_search_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WORTHWHILE_S", 60.0)
     _, team = searched(2)
-    assert team.size == 1 and team.evaluations == 0
+    assert team.size() == 1 and team.evaluations == 0
 
 
 def test_a_packed_graph_replays_alike() -> None:

@@ -9,7 +9,9 @@ never rebuilds and this module does not apply.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 MIB = 2**20
 #: DDP without arguments: a small first bucket, so that communication starts early.
@@ -29,18 +31,22 @@ def assign(nbytes: Sequence[int], dtypes: Sequence[str], caps: Sequence[int]) ->
     """
     if not caps or len(nbytes) != len(dtypes):
         raise ValueError("bucketing needs at least one cap, and one dtype per tensor")
-    done: list[list[int]] = []
-    filling: dict[str, list[int]] = {}
-    size: dict[str, int] = {}
-    turn: dict[str, int] = {}
-    for i, (n, dtype) in enumerate(zip(nbytes, dtypes, strict=True)):
-        filling.setdefault(dtype, []).append(i)
-        size[dtype] = size.get(dtype, 0) + n
-        cap = caps[min(turn.get(dtype, 0), len(caps) - 1)]
-        if size[dtype] >= cap:
-            done.append(filling[dtype])
-            filling[dtype], size[dtype], turn[dtype] = [], 0, turn.get(dtype, 0) + 1
-    return done + [bucket for bucket in reversed(filling.values()) if bucket]
+    places: dict[str, list[int]] = {}
+    for i, dtype in enumerate(dtypes):
+        places.setdefault(dtype, []).append(i)
+    done: list[tuple[int, list[int]]] = []  # with the place that closed it
+    unfinished: list[list[int]] = []
+    for mine in places.values():
+        total = [*accumulate(nbytes[i] for i in mine)]
+        begin = before = turn = 0
+        while begin < len(mine):
+            end = bisect_left(total, before + caps[min(turn, len(caps) - 1)], lo=begin)
+            if end == len(mine):
+                unfinished.append(mine[begin:])
+                break
+            done.append((mine[end], mine[begin : end + 1]))
+            begin, before, turn = end + 1, total[end], turn + 1
+    return [bucket for _, bucket in sorted(done)] + unfinished[::-1]
 
 
 def limits_bytes(caps_mib: Sequence[float] | None, first_bytes: int | None = None) -> tuple[int, ...]:

@@ -20,6 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
+
 from dpro.adapter import Knob
 from dpro.cost.sync import SyncModel
 from dpro.graph.graph import NO_RESOURCE, Bucket, Graph, OpKind
@@ -244,9 +247,9 @@ class _Wiring:
     """
 
     def __init__(self, graph: Graph) -> None:
-        place = _chains(graph)
-        self.outs = _Ends(graph.out_op, place, 1)
-        self.ins = _Ends(graph.in_op, place, -1)
+        chains = _chains(graph)
+        self.outs = _Ends(graph.out_op, chains, 1)
+        self.ins = _Ends(graph.in_op, chains, -1)
         self._position = {t: i for i, t in enumerate(ready_order(graph))}
         self._out_of: dict[int, list[int]] = {}
         for (_, tensor), op in sorted(graph.out_op.items()):
@@ -263,14 +266,16 @@ class _Ends:
     ``sign``: 1 if the last op on a chain matters, -1 if the first one does.
     """
 
-    def __init__(self, ops: dict[tuple[int, int], int], place: dict[int, tuple[int, int]], sign: int) -> None:
-        chains: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    def __init__(
+        self, ops: dict[tuple[int, int], int], chains: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]], sign: int
+    ) -> None:
+        first, place = chains
+        on: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for (rank, tensor), op in sorted(ops.items()):
-            chain, n = place.get(op, (-1 - op, 0))
-            chains.setdefault((rank, chain), []).append((sign * n, tensor, op))
+            on.setdefault((rank, int(first[op])), []).append((sign * int(place[op]), tensor, op))
         # Ranks usually agree on the order of tensors: then one look serves all of them.
         same: dict[tuple[int, ...], list[dict[int, int]]] = {}
-        for chain_ops in chains.values():
+        for chain_ops in on.values():
             chain_ops.sort()
             same.setdefault(tuple(t for _, t, _ in chain_ops), []).append({t: op for _, t, op in chain_ops})
         #: (tensor -> place, smaller ones implied by larger ones; tensor -> op, for each chain)
@@ -287,28 +292,22 @@ class _Ends:
         return found
 
 
-def _chains(graph: Graph) -> dict[int, tuple[int, int]]:
-    """Op -> (chain id, place on it), by edges between ops of one resource. Each step is a real edge."""
+def _chains(graph: Graph) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """By op: the first op of its chain (itself where it is alone) and its place on it, by edges between ops of one
+    resource. Each step is a real edge."""
     resource = graph.column("resource").copy()
     # A chain must not lead through a bucket's own ops: they come and go.
     resource[[op for bucket in graph.buckets for op in bucket.ops]] = NO_RESOURCE
-    edges = graph.edges()
-    same = (resource[edges[:, 0]] == resource[edges[:, 1]]) & (resource[edges[:, 0]] != NO_RESOURCE)
-    following: dict[int, int] = {}
-    inner: set[int] = set()
-    for src, dst in edges[same].tolist():
-        if src not in following and dst not in inner:
-            following[src] = dst
-            inner.add(dst)
-    place: dict[int, tuple[int, int]] = {}
-    for start in following.keys() - inner:
-        op, n = start, 0
-        while True:
-            place[op] = (start, n)
-            if op not in following:
-                break
-            op, n = following[op], n + 1
-    return place
+    src, dst = graph.edges().astype(np.int64).T
+    same = (resource[src] == resource[dst]) & (resource[src] != NO_RESOURCE)
+    src, dst = src[same], dst[same]
+    both = np.intersect1d(np.unique(src, return_index=True)[1], np.unique(dst, return_index=True)[1])
+    first, place = np.arange(len(resource)), np.zeros(len(resource), dtype=np.int64)
+    first[dst[both]], place[dst[both]] = src[both], 1
+    for _ in range(len(resource).bit_length()):  # twice as far each time
+        place += place[first]
+        first = first[first]
+    return first, place
 
 
 def _share(total: int, piece: int, pieces: int) -> int:

@@ -16,9 +16,13 @@ def ddp_default(graph: Graph) -> Grouping:
 
 
 def ddp_uniform(graph: Graph, cap_bytes: int) -> Grouping:
-    """PyTorch DDP with ``bucket_cap_mb = cap_bytes / 2**20``.
+    """PyTorch DDP with ``bucket_cap_mb = cap_bytes / 2**20``."""
+    return ddp_grouping(graph, uniform_limits(graph, cap_bytes))
+
+
+def uniform_limits(graph: Graph, cap_bytes: int) -> tuple[int, ...]:
+    """The limits that DDP makes of it.
 
     ``graph.info["ddp_first_bucket_bytes"]`` is there where an older torch keeps a first bucket of its own.
     """
-    first = graph.info.get("ddp_first_bucket_bytes")
-    return ddp_grouping(graph, limits_bytes([cap_bytes / MIB], first))
+    return limits_bytes([cap_bytes / MIB], graph.info.get("ddp_first_bucket_bytes"))

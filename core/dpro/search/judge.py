@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpro.graph.graph import Graph
-from dpro.passes.tensor_fusion import Grouping, TensorFusion, ddp_grouping, ready_order
+from dpro.passes.ddp_buckets import assign
+from dpro.passes.tensor_fusion import Grouping, TensorFusion, ready_order
 from dpro.replay.delta import DeltaReplay
 from dpro.replay.engine import replay
-from dpro.search.defaults import ddp_uniform
+from dpro.search.defaults import uniform_limits
 from dpro.search.team import Team
 from dpro.search.tensor_fusion import Cuts, Timeline
 from dpro.search.view import ALL, Speedups
@@ -58,7 +59,8 @@ class Judge:
         self._times: dict[Grouping, int] = {}
         self._groupings: dict[tuple[int, ...], Grouping] = {}
         self._ready_ns: dict[int, int] | None = None
-        order = ready_order(graph)
+        self._order = order = ready_order(graph)
+        self._columns = [graph.tensors[t].nbytes for t in order], [graph.tensors[t].dtype for t in order]
         bytes_of: dict[str, int] = {}
         for t in order:
             bytes_of[graph.tensors[t].dtype] = bytes_of.get(graph.tensors[t].dtype, 0) + graph.tensors[t].nbytes
@@ -88,8 +90,9 @@ class Judge:
     def grouping(self, caps: tuple[int, ...]) -> Grouping:
         """The buckets that DDP makes under these caps (bytes): one is uniform, more are a list."""
         if caps not in self._groupings:
-            uniform = len(caps) == 1
-            self._groupings[caps] = ddp_uniform(self.graph, caps[0]) if uniform else ddp_grouping(self.graph, caps)
+            limits = uniform_limits(self.graph, caps[0]) if len(caps) == 1 else caps
+            groups = assign(*self._columns, limits)
+            self._groupings[caps] = tuple(tuple(self._order[i] for i in group) for group in groups)
         return self._groupings[caps]
 
     def out_of_time(self) -> bool:
@@ -142,7 +145,7 @@ class Judge:
         step_ns = self.replayed_ns(grouping)
         if self._team is not None:
             began = time.monotonic()
-            replay(self.graph)
+            self.replayed_ns(grouping)  # now that the wiring is known
             self._team.join(self.graph, time.monotonic() - began)
         return step_ns
 
@@ -223,7 +226,7 @@ class Judge:
         left = list(fresh.values())
         # The first one of all is judged even without time, so that there is something to compare.
         while left and not (self._times and self.out_of_time()):
-            turn = _AT_ONCE * self._team.size if self._team is not None else 1
+            turn = _AT_ONCE * self._team.size() if self._team is not None else 1
             now, left = left[:turn], left[turn:]
             steps_ns = self._ask(now)
             self._times.update(zip((buckets[caps] for caps in now), steps_ns, strict=True))

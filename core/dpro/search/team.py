@@ -3,13 +3,14 @@
 Knows the job's exchange and the judge. Rank 0 alone decides what is asked and what comes of it, so the plan is the same
 for any number of ranks; a rank that does not answer in time is not asked again, and its share is replayed here.
 
-What rank 0 says is agreed on under a number (a graph, a question, the end), and so is each answer: the steps that
-lists of caps give.
+What rank 0 says is agreed on under a number (a graph, a question, the end), and so is each answer: that the graph was
+taken in, or the steps that lists of caps give.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -44,29 +45,35 @@ class Team:
         self._exchange, self._key = exchange, key
         self._helpers = list(range(1, min(exchange.world_size, MOST_HELPERS + 1)))
         self._asked = 0
-        self._begun = self._over = False
+        self._ready: list[int] = []
+        self._joined = ""
+        self._over = False
         #: candidates that helpers have replayed so far
         self.evaluations = 0
 
-    @property
     def size(self) -> int:
-        """Ranks that replay, this one too."""
-        return len(self._helpers) + 1 if self._begun else 1
+        """Ranks that can replay by now, this one too: others have the graph to take in first."""
+        for helper in self._helpers if self._joined else ():
+            if helper not in self._ready:
+                with contextlib.suppress(TimeoutError, RankLeft):
+                    self._exchange.wait(f"{self._joined}/{helper}", 0.0)
+                    self._ready.append(helper)
+        return len(self._ready) + 1
 
     def forget(self) -> None:
         """Another graph, or another cost of synchronisation, is searched from now on."""
-        self._begun = False
+        self._joined, self._ready = "", []
 
     def join(self, graph: Graph, replay_s: float) -> None:
         """Send what is searched, if that is worth it: once for each."""
-        if self._begun or self._over or not self._helpers or replay_s < WORTHWHILE_S:
+        if self._joined or self._over or not self._helpers or replay_s < WORTHWHILE_S:
             return
         text = base64.b64encode(pack(graph)).decode()
         told = json.dumps({"graph": text, "sync": asdict(graph.info["sync"])})
         if len(told) > MOST_BYTES:
             self._helpers = []
             return
-        self._begun = True
+        self._joined = f"{self._key}/{self._asked}"
         self._say(told)
 
     def steps_ns(self, base: Caps, asked: Sequence[Caps], here: Callable[[Caps], int]) -> list[int]:
@@ -75,11 +82,11 @@ class Team:
         Args:
             base: what the graph has, which they differ little from; () for the captured buckets.
         """
-        size = self.size
+        size = len(self._ready) + 1
         if size == 1 or len(asked) < size:
             return [here(caps) for caps in asked]
         number = self._asked
-        shares = {helper: asked[i + 1 :: size] for i, helper in enumerate(self._helpers)}
+        shares = {helper: asked[i + 1 :: size] for i, helper in enumerate(self._ready)}
         self._say(json.dumps({"base": base, "shares": shares}))
         began = time.monotonic()
         told = dict(zip(asked[::size], map(here, asked[::size]), strict=True))
@@ -92,6 +99,7 @@ class Team:
                 self.evaluations += len(share)
             except (TimeoutError, RankLeft, ValueError, TypeError):
                 self._helpers.remove(helper)
+                self._ready.remove(helper)
                 told |= {caps: here(caps) for caps in share}
         return [told[caps] for caps in asked]
 
@@ -137,6 +145,7 @@ def assist(exchange: Exchange, key: str, timeout_s: float) -> int:
             graph.info["sync"] = SyncModel(**told["sync"])
             judge, base = Judge(graph, float("inf")), ()
             judge.replayed_ns(captured(graph))  # it learns what hangs on which gradient
+            exchange.agree(f"{key}/{number}/{exchange.rank}", "ready")
         elif judge is not None:
             wanted = tuple(told["base"])
             if wanted != base:
