@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import horovod.tensorflow.keras as hvd
@@ -86,16 +88,24 @@ def recomputed(
     from dpro_integrations.keras import DproCallback
 
     decide(kept)
+    with job(), seeded():
+        model = compiled(model_of(kind), keras.optimizers.SGD(0.001, momentum=0.9))
+        plan = Plan(recompute=blocks, tensor_groups=GROUPS if groups else None)
+        found = fit(model, [DproCallback(plan=plan)] if tune else [], validation_data=batches(2, hvd.rank()))
+        return found | {"state": state(model), "patched": patched(model), "same": predicts_alike(model, kind)}
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Random numbers as a job draws them that can be traced anew; what comes after in this process draws as ever."""
     keras.backend.experimental.enable_tf_random_generator()
+    keras.utils.set_random_seed(7)
     try:
-        with job():
-            keras.utils.set_random_seed(7)
-            model = compiled(model_of(kind), keras.optimizers.SGD(0.001, momentum=0.9))
-            plan = Plan(recompute=blocks, tensor_groups=GROUPS if groups else None)
-            found = fit(model, [DproCallback(plan=plan)] if tune else [], validation_data=batches(2, hvd.rank()))
-            return found | {"state": state(model), "patched": patched(model), "same": predicts_alike(model, kind)}
+        yield
     finally:
         keras.backend.experimental.disable_tf_random_generator()
+        tf.random.set_seed(None)
+        del importlib.import_module("keras.src.backend")._SEED_GENERATOR.generator
 
 
 def predicts_alike(model: Any, kind: str) -> bool:
@@ -186,28 +196,24 @@ def wide() -> Any:
 
 def over_budget(budget: int = 0, alone: bool = False, mode: str = "apply") -> dict[str, Any]:
     """The whole way; ``budget`` bytes, 0: no dpro. ``alone``: one process, without Horovod."""
-    keras.backend.experimental.enable_tf_random_generator()
-    try:
-        if alone:
-            sgd = keras.optimizers.SGD(0.01, momentum=0.9)
-            return _told(budget, mode, 0, lambda model: model.compile(sgd, "mse"), [])
-        with job() as rank:
-            return _told(budget, mode, rank, compiled, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
-    finally:
-        keras.backend.experimental.disable_tf_random_generator()
+    if alone:
+        sgd = keras.optimizers.SGD(0.01, momentum=0.9)
+        return _told(budget, mode, 0, lambda model: model.compile(sgd, "mse"), [])
+    with job() as rank:
+        return _told(budget, mode, rank, compiled, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 
 def _told(budget: int, mode: str, rank: int, compiling: Callable[[Any], Any], callbacks: list[Any]) -> dict[str, Any]:
     """Trains on the same batch of 2,048; tells what came of it."""
     from dpro_integrations.keras import DproCallback
 
-    keras.utils.set_random_seed(7)
-    model = wide()
-    compiling(model)
-    x, y = (np.concatenate([part] * 256) for part in batches(1, rank))
-    data = tf.data.Dataset.from_tensors((x, y)).repeat(26)
     ours = [DproCallback(mode=mode, memory_bytes=budget)] if budget else []
-    model.fit(data, verbose=0, callbacks=[*callbacks, *ours])
+    with seeded():
+        model = wide()
+        compiling(model)
+        x, y = (np.concatenate([part] * 256) for part in batches(1, rank))
+        data = tf.data.Dataset.from_tensors((x, y)).repeat(26)
+        model.fit(data, verbose=0, callbacks=[*callbacks, *ours])
     found: dict[str, Any] = {"state": state(model), "patched": patched(model)}
     if ours:
         outcome = ours[0].outcome
