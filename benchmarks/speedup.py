@@ -30,7 +30,9 @@ gradients.
 
 ``fusions_ms`` there has, in turns, the default, every layer compiled, and what the search makes of the tuner's own
 capture when it may turn buckets or groups alone, layers alone, and both (the plan that it likes best each time, whether
-or not the tuner's trial kept one).
+or not the tuner's trial kept one; what is the same plan is one arm).
+
+With ``--fusions`` nothing else is measured, and these arms have all of a cell's time; ``tuned_ms`` is that of both.
 
 ``python -m benchmarks.speedup --json`` prints ``{place, cuts, cells, summary}``; a cell has the keys ``model, comm,
 link, hosts, default_ms, tuned_ms, autotune_ms, sweep_best_ms, predicted_ms, verdict``, spreads and what was set.
@@ -53,7 +55,7 @@ from typing import Any
 from benchmarks import comms, predict
 from benchmarks.cells import COMMS, LINKS, MODELS, Jobs, JobSet, say, slowest_ms
 from benchmarks.matrix import run_matrix
-from benchmarks.tables import speedup_table
+from benchmarks.tables import fusions_table, speedup_table
 from benchmarks.testbed import TestbedError
 from benchmarks.testbed.network import UNSHAPED, parse_rate
 from dpro.adapter import Knob
@@ -129,6 +131,8 @@ def measure_cell(job: JobSet, link: str, args: argparse.Namespace) -> dict[str, 
         tuned = job.ask("tune", settings=settings, most_steps=_MOST_STEPS)[0]
         alone = _alone(Path(runs), jobs.comm) if comms.COMMS[jobs.comm].compiles else {}
     say(f"  {link}: {tuned['verdict'].lower()} after {tuned['steps']} steps: {tuned['reason']}")
+    if args.fusions:
+        return _fusions_alone(job, link, alone, args)
     kept = tuned["plan"] if tuned["verdict"] == "KEPT" else None
     total_mib = sum(nbytes for _, nbytes in ready) / _MIB
     usual = SWEEP_PARTITIONS_MIB if comms.COMMS[jobs.comm].sets == "partitions" else SWEEP_MIB
@@ -286,12 +290,27 @@ def _fusions(job: JobSet, plans: dict[str, str | None], args: argparse.Namespace
     if not plans or not layers:
         return {}
     arms = {"default": None, "everything": Plan(compile_regions=layers).dumps(), **plans}
-    times = _arms(job, arms, {}, args.rounds, args)
+    first = {arm: next(other for other in arms if arms[other] == plan) for arm, plan in arms.items()}
+    times = _arms(job, {arm: arms[arm] for arm in dict.fromkeys(first.values())}, {}, args.rounds, args)
     return {
-        "fusions_ms": {arm: round(statistics.median(found), 2) for arm, found in times.items()},
+        "fusions_ms": {arm: round(statistics.median(times[first[arm]]), 2) for arm in arms},
         "fusions_noise_pct": round(100 * max(_noise(found) for found in times.values()), 2),
         "fusions_set": {name: sorted(Plan.loads(plan).settings()) if plan else [] for name, plan in plans.items()},
     }
+
+
+def _fusions_alone(job: JobSet, link: str, plans: dict[str, str | None], args: argparse.Namespace) -> dict[str, Any]:
+    """A cell of nothing else."""
+    found = _fusions(job, plans, args)
+    if not found:
+        raise ValueError("no layer was compiled, or the job is not one that can")
+    times = found["fusions_ms"]
+    say(f"  {link}: {', '.join(f'{arm} {ms:.1f}' for arm, ms in times.items())}; noise {found['fusions_noise_pct']} %")
+    return {
+        "model": job.jobs.model, "comm": job.jobs.comm, "link": link, "hosts": job.jobs.hosts,
+        "default_ms": times["default"], "tuned_ms": times["both"], "autotune_ms": None, "sweep_best_ms": None,
+        "possible_speedup": 1.0, **found,
+    }  # fmt: skip
 
 
 def _possible(job: JobSet, link: str, nbytes: int) -> float:
@@ -370,10 +389,11 @@ def main() -> int:
         default=5,
         help="Horovod's autotune gets so many times dpro's steps; 0: leave it out",
     )
+    parser.add_argument("--fusions", action="store_true", help="compare fusing tensors, ops and both, and nothing else")
     parser.add_argument("--timeout-s", type=float, default=300, help="the longest that one order may take")
     parser.add_argument("--table", type=Path, help="write the result into this Markdown file, between its markers")
     args = parser.parse_args()
-    return run_matrix("speedup", args, cells, summarise, speedup_table)
+    return run_matrix("speedup", args, cells, summarise, fusions_table if args.fusions else speedup_table)
 
 
 if __name__ == "__main__":

@@ -111,6 +111,28 @@ def speedup_table(result: dict[str, Any]) -> Table:
     return Table("speedup", _document(result, columns, result["cells"], words))
 
 
+def fusions_table(result: dict[str, Any]) -> Table:
+    """Of ``benchmarks.speedup --fusions``: buckets or groups, layers, and both."""
+
+    def arm(name: str) -> Callable[[dict[str, Any]], str]:
+        return lambda c: f"{_ms(c['fusions_ms'][name])} ({c['fusions_ms']['default'] / c['fusions_ms'][name]:.3f}×)"
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        **_IDENTITY,
+        "default ms": lambda c: _ms(c["fusions_ms"]["default"]),
+        "all compiled": arm("everything"),
+        "tensors": arm("tensor fusion"),
+        "ops": arm("op fusion"),
+        "both": arm("both"),
+        "noise": lambda c: _pct(c["fusions_noise_pct"], ""),
+        "both sets": lambda c: ", ".join(c["fusions_set"]["both"]) or "nothing",
+    }
+    total = result["summary"]
+    return Table(
+        "fusions", _document(result, columns, result["cells"], f"{total['cells']} cells, {total['failed']} failed")
+    )
+
+
 def clusters_table(result: dict[str, Any]) -> Table:
     """Of ``benchmarks.speedup``: what compiling is worth in the cells where it can be had."""
 
@@ -231,14 +253,16 @@ def _pct(value: float, sign: str = "+") -> str:
 def main() -> int:
     """Write the table of a stored result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("kind", choices=["accuracy", "plans", "speedup", "clusters", "search", "search-speed"])
+    parser.add_argument(
+        "kind", choices=["accuracy", "plans", "speedup", "clusters", "fusions", "search", "search-speed"]
+    )
     parser.add_argument("result", type=Path, help="what the benchmark printed with --json")
     parser.add_argument("document", type=Path)
     parser.add_argument("--name", help="of the markers, if not that of the kind: a table of some cells only")
     args = parser.parse_args()
     make = {
         "accuracy": accuracy_table, "plans": plans_table, "speedup": speedup_table, "clusters": clusters_table,
-        "search": search_table, "search-speed": speed_table,
+        "fusions": fusions_table, "search": search_table, "search-speed": speed_table,
     }[args.kind]  # fmt: skip
     try:
         table = make(json.loads(args.result.read_text()))
