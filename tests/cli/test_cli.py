@@ -428,18 +428,13 @@ def test_numbers_that_are_not_finite_become_null_and_a_warning(capsys: pytest.Ca
     assert answer["warnings"] == ["w", "not a finite number, shown as null: a, b.c"]
 
 
-def test_help_is_quick_and_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import time; began = time.perf_counter(); import dpro.cli; took = time.perf_counter() - began\n"
-        "import sys; heavy = {'numpy', 'torch', 'networkx', 'cvxpy', 'dpro._native', 'dpro.graph'} & set(sys.modules)\n"
-        "print(took, *heavy)"
+        "import sys, dpro.cli\n"
+        "print(*{'numpy', 'torch', 'networkx', 'cvxpy', 'dpro._native', 'dpro.graph'} & set(sys.modules))"
     )
-    took = []
-    for _ in range(3):
-        words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.split()
-        assert words[1:] == []
-        took.append(float(words[0]))
-    assert min(took) < 0.3
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "")
     assert shell("--help").returncode == 0
     assert shell("--version").stdout.startswith("dpro 0.")
 
