@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from dpro.adapter import Knob
 from dpro.cost.sync import SyncModel
-from dpro.graph.graph import Graph
+from dpro.graph.graph import Graph, OpKind, TensorInfo
 from dpro.passes.ddp_buckets import MIB, assign, limits_bytes
 from dpro.passes.tensor_fusion import Grouping, TensorFusion, captured
 from dpro.replay.oracle import replay_arrays
 from dpro.search.critical_path import LEVEL, SAME, optimize
 from dpro.search.defaults import HAND_TRIED_CAPS_MIB, ddp_default, ddp_uniform
-from dpro.search.judge import Judge
+from dpro.search.judge import NEVER, Judge
 from tests.passes.test_tensor_fusion import state
 from tests.search.graphs import ddp_graph, horovod_graph
 
@@ -295,3 +295,21 @@ def test_longer_cycles_where_rounds_cost() -> None:
 
 def test_no_longer_cycles_where_rounds_cost_nothing() -> None:
     assert not optimize(horovod_graph(0.0), knobs={Knob.GROUPS, Knob.CYCLE_TIME}).at_start
+
+
+def test_buckets_that_wait_for_themselves_are_left_aside() -> None:
+    """The second gradient is made of the first one's sum, as in a step of two passes: they can't go together."""
+    graph = Graph()
+    graph.ranks = 1
+    graph.tensors = [TensorInfo(name, 8, "float32", k) for k, name in enumerate("ab")]
+    graph.info |= {"sync": SyncModel(10.0, 0.0), "main_resource": {0: graph.resource("rank0/cpu/main")}}
+    last: list[int] = []
+    for t in range(2):
+        graph.out_op[0, t] = graph.add_op("out", OpKind.OUT, duration=5, rank=0, tensor=t, after=last)
+        graph.in_op[0, t] = graph.add_op("in", OpKind.IN, rank=0, tensor=t)
+        last = [graph.in_op[0, t]]
+    graph.set_buckets([])
+    judge = Judge(graph, float("inf"))
+    assert judge.step_ns(((0,), (1,))) == 2 * (5 + 10)
+    assert judge.step_ns(((0, 1),)) == NEVER
+    assert judge.step_ns(((0,), (1,))) == 2 * (5 + 10)

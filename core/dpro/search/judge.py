@@ -17,7 +17,7 @@ from dpro.graph.graph import Graph
 from dpro.passes.ddp_buckets import assign
 from dpro.passes.tensor_fusion import Grouping, TensorFusion, ready_order
 from dpro.replay.delta import DeltaReplay
-from dpro.replay.engine import replay
+from dpro.replay.engine import CycleError, replay
 from dpro.search.defaults import uniform_limits
 from dpro.search.team import Team
 from dpro.search.tensor_fusion import Cuts, Timeline
@@ -25,6 +25,8 @@ from dpro.search.view import ALL, Speedups
 
 #: Candidates per rank and question, where several ranks replay them: few enough to look at the clock in between.
 _AT_ONCE = 16
+#: The step of buckets that close a circle, ns.
+NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,15 @@ class Judge:
     def step_ns(self, grouping: Grouping) -> int:
         """Replayed length of the step with these buckets; asked once, remembered."""
         if grouping not in self._times:
-            self._times[grouping] = self.replayed_ns(self.together(grouping))
+            self._times[grouping] = self._judged_ns(grouping)
         return self._times[grouping]
+
+    def _judged_ns(self, grouping: Grouping) -> int:
+        """:data:`NEVER` where a bucket would wait for what waits for it (a dataflow graph has no order of its own)."""
+        try:
+            return self.replayed_ns(self.together(grouping))
+        except CycleError:
+            return NEVER
 
     def together(self, groups: Grouping) -> Grouping:
         """What goes together of ``groups``, in the order in which it goes: they themselves, but for Horovod.
@@ -237,7 +246,7 @@ class Judge:
 
     def _ask(self, asked: list[tuple[int, ...]]) -> list[int]:
         def here(caps: tuple[int, ...]) -> int:
-            return self.replayed_ns(self.together(self.grouping(caps)))
+            return self._judged_ns(self.grouping(caps))
 
         if self._team is None:
             return [here(caps) for caps in asked]
