@@ -286,10 +286,10 @@ def _alone(runs: Path, comm: str) -> dict[str, str | None]:
 
 def _fusions(job: JobSet, plans: dict[str, str | None], args: argparse.Namespace) -> dict[str, Any]:
     """See the module's ``fusions_ms``."""
-    layers = job.ask("layers")[0]["layers"]
-    if not plans or not layers:
+    if not plans:
         return {}
-    arms = {"default": None, "everything": Plan(compile_regions=layers).dumps(), **plans}
+    layers = job.ask("layers")[0]["layers"]
+    arms = {"default": None, "everything": Plan(compile_regions=layers).dumps() if layers else None, **plans}
     first = {arm: next(other for other in arms if arms[other] == plan) for arm, plan in arms.items()}
     times = _arms(job, {arm: arms[arm] for arm in dict.fromkeys(first.values())}, {}, args.rounds, args)
     return {
@@ -303,11 +303,12 @@ def _fusions_alone(job: JobSet, link: str, plans: dict[str, str | None], args: a
     """A cell of nothing else."""
     found = _fusions(job, plans, args)
     if not found:
-        raise ValueError("no layer was compiled, or the job is not one that can")
+        raise ValueError("the tuner captured nothing, or the job is not one in which layers can be compiled")
     times = found["fusions_ms"]
     say(f"  {link}: {', '.join(f'{arm} {ms:.1f}' for arm, ms in times.items())}; noise {found['fusions_noise_pct']} %")
     return {
         "model": job.jobs.model, "comm": job.jobs.comm, "link": link, "hosts": job.jobs.hosts,
+        "emulated": job.jobs.emulated, "mode": job.mode,
         "default_ms": times["default"], "tuned_ms": times["both"], "autotune_ms": None, "sweep_best_ms": None,
         "possible_speedup": 1.0, **found,
     }  # fmt: skip

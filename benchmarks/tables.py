@@ -201,25 +201,27 @@ def speed_table(result: dict[str, Any]) -> Table:
     def shown(step: str) -> Callable[[dict[str, Any]], str]:
         return lambda job: f"{job[step]['seconds']:.1f} s, {_ms(job[step]['predicted_ms'])}" if step in job else ""
 
+    def shared(job: dict[str, dict[str, Any]]) -> str:
+        model, comm = job[steps[0]]["model"], job[steps[0]]["comm"]
+        told = [row for row in result["ranks"] if row["model"] == model and comm == "ddp"]
+        plan = "" if all(row["same_plan"] for row in told) else ", NOT THE SAME PLAN"
+        return ", ".join(f"{row['ranks']}: {row['seconds']:.1f} s ({row['speedup']:.2f}×)" for row in told) + plan
+
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "model": lambda job: str(job[steps[0]]["model"]),
         "with": lambda job: str(job[steps[0]]["comm"]),
         "ops": lambda job: f"{job[steps[0]]['ops']:,}",
         "now ms": lambda job: _ms(job[steps[0]]["baseline_ms"]),
         **{step: shown(step) for step in steps},
+        "on ranks": shared,
     }
     delta = result["delta"]
-    plans = {True: "the same plan", False: "ANOTHER PLAN"}
-    ranks = ", ".join(
-        f"{row['ranks']} ranks {row['seconds']:.1f} s ({row['speedup']:.2f}x, {plans[row['same_plan']]})"
-        for row in result["ranks"]
-    )
     words = (
         f"16 workers; seconds, and the step in ms under the plan found. Delta replay of {delta['ops']:,} ops after "
         f"{delta['edits']} edits of a bucket: {delta['median_ratio']:.0f} times as fast as a whole one in the median, "
         f"{delta['least_ratio']:.1f} at least ({delta['median_ratio_with_arrays']:.0f} and "
         f"{delta['least_ratio_with_arrays']:.1f} with the arrays that an edit costs that), "
-        f"{'all equal' if delta['equal'] else 'NOT EQUAL'}. The search without accelerations, helped by others: {ranks}"
+        f"{'all equal' if delta['equal'] else 'NOT EQUAL'}. On ranks: the search without accelerations, others helping"
     )
     return Table("search-speed", _document({**result, "cuts": {}}, columns, list(jobs.values()), words))
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from dpro.adapter import Knob
 from dpro.cost.sync import fit
 from dpro.graph.graph import Graph
@@ -64,12 +66,10 @@ class BatchedCopy:
 def copies_in(graph: Graph) -> list[dict[int, int]]:
     """Per rank, tensor -> its copy op, in ready order; [] if a gradient has none (or copies are batched already)."""
     order = ready_order(graph)
+    copies = np.flatnonzero(graph.column("alive") & (graph.column("name") == graph.name(COPY_IN)))
     found: dict[int, list[int]] = {}
-    kind_of = [name == COPY_IN for name in graph.name_table]
-    alive, names, rank = graph.column("alive"), graph.column("name"), graph.column("rank")
-    for op in range(len(names)):
-        if kind_of[names[op]] and alive[op]:
-            found.setdefault(int(rank[op]), []).append(op)
+    for op, rank in zip(copies.tolist(), graph.column("rank")[copies].tolist(), strict=True):
+        found.setdefault(rank, []).append(op)
     ranks = {r for r, _ in graph.out_op}
     if not order or set(found) != ranks or any(len(ops) != len(order) for ops in found.values()):
         return []

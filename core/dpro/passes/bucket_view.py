@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
+
 from dpro.adapter import Knob
 from dpro.graph.graph import Graph
 from dpro.graph.threads import COPY_BACK
@@ -20,25 +23,26 @@ class BucketView:
     knobs = frozenset({Knob.BUCKET_VIEW})
 
     def candidates(self, graph: Graph) -> Iterator[bool]:
-        if _copies(graph):
+        if len(_copies(graph)):
             yield True
 
     def legal(self, graph: Graph, candidate: bool) -> bool:
         """Whether there are copies to leave out (there are none where gradients are views already)."""
-        return candidate is True and bool(_copies(graph))
+        return candidate is True and len(_copies(graph)) > 0
 
     def apply(self, graph: Graph, candidate: bool) -> int:
         """Returns the mark that undoes it."""
         mark = graph.mark()
-        for op in _copies(graph):
-            graph.set(op, "duration", 0)
+        ops = _copies(graph)
+        graph.set_many(ops, "duration", np.zeros(len(ops), np.int64))
         return mark
 
     def cost(self, graph: Graph, candidate: bool) -> float:
         """What it saves on all ranks together, ns, negative."""
-        duration = graph.column("duration")
-        return -float(sum(int(duration[op]) for op in _copies(graph)))
+        return -float(graph.column("duration")[_copies(graph)].sum())
 
 
-def _copies(graph: Graph) -> list[int]:
-    return sorted({op for op in graph.in_op.values() if graph.name_of(op) == COPY_BACK})
+def _copies(graph: Graph) -> npt.NDArray[np.int64]:
+    ops = np.unique(np.fromiter(graph.in_op.values(), np.int64))
+    copies: npt.NDArray[np.int64] = ops[graph.column("name")[ops] == graph.name(COPY_BACK)]
+    return copies

@@ -83,39 +83,43 @@ def add_collective(
         nbytes=nbytes,
         after=list(after),
     )
-    ops = [head]
-    last = head
-    steal_ns = round(model.steal_ns_per_byte * nbytes)
-    main = sorted(graph.info["main_resource"].items()) if pieces else []
-    for piece in range(pieces):
-        for rank, resource in main:
-            ops.append(
-                graph.add_op(
-                    "contention",
-                    OpKind.LOCAL,
-                    resource=resource,
-                    duration=_share(steal_ns, piece, pieces),
-                    priority=-1,
-                    rank=rank,
-                    after=[last],
-                )
-            )
-        # Priority -1: nothing else on the channel comes between the pieces of one collective.
-        last = graph.add_op(
-            "all_reduce.piece",
-            OpKind.COLLECTIVE,
-            resource=channel,
-            duration=_share(transfer_ns, piece, pieces),
-            priority=-1,
-            tensor=lead,
-            nbytes=_share(nbytes, piece, pieces),
-            after=[last],
-        )
-        ops.append(last)
+    ops = (head, *_pieces(graph, head, pieces, transfer_ns, nbytes, lead, model)) if pieces else (head,)
     for op in before:
-        graph.add_edge(last, op)
+        graph.add_edge(ops[-1], op)
     # The op whose end is the bucket's end comes last, for whoever chains on it.
-    return tuple(ops)
+    return ops
+
+
+def _pieces(
+    graph: Graph, head: int, pieces: int, transfer_ns: int, nbytes: int, lead: int, model: SyncModel
+) -> list[int]:
+    """The transfer after ``head``: for each piece what it takes from every rank's host, then the piece."""
+    main = np.array(sorted(graph.info["main_resource"].items()), dtype=np.int64).reshape(-1, 2)
+    each = len(main) + 1
+    last = np.arange(pieces * each) % each == each - 1
+    channel = int(graph.column("resource")[head])
+
+    def dealt(hosts: int, wire: int) -> npt.NDArray[np.int64]:
+        """By op: the piece's part of a whole; the parts add up exactly."""
+        ends = np.arange(pieces + 1)
+        shares = [np.diff(whole * ends // pieces).repeat(each) for whole in (hosts, wire)]
+        return np.where(last, shares[1], shares[0])
+
+    columns: dict[str, npt.NDArray[np.int64] | int] = {
+        "resource": np.tile(np.append(main[:, 1], channel), pieces),
+        "duration": dealt(round(model.steal_ns_per_byte * nbytes), transfer_ns),
+        # Priority -1: nothing else on the channel comes between the pieces of one collective.
+        "priority": -1,
+        "tensor": np.where(last, lead, -1),
+        "rank": np.tile(np.append(main[:, 0], -1), pieces),
+        "nbytes": np.where(last, dealt(0, nbytes), -1),
+    }
+    names = np.where(last, graph.name("all_reduce.piece"), graph.name("contention")).astype(np.int32)
+    kinds = np.where(last, OpKind.COLLECTIVE, OpKind.LOCAL).astype(np.uint8)
+    ops = graph.add_ops(names, kinds, len(last), **columns)
+    graph.add_edges(np.stack([np.append(head, ops[last][:-1]).repeat(each), ops], axis=1))
+    made: list[int] = ops.tolist()
+    return made
 
 
 @dataclass
@@ -308,8 +312,3 @@ def _chains(graph: Graph) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
         place += place[first]
         first = first[first]
     return first, place
-
-
-def _share(total: int, piece: int, pieces: int) -> int:
-    """The piece's part of a whole; the parts add up exactly."""
-    return total * (piece + 1) // pieces - total * piece // pieces

@@ -35,7 +35,7 @@ from dpro.plan import Plan
 from dpro.replay.engine import replay
 from dpro.search.cycle_time import best_cycles
 from dpro.search.defaults import HAND_TRIED_CAPS_MIB
-from dpro.search.judge import Judge, Verdict
+from dpro.search.judge import NEVER, Judge, Verdict
 from dpro.search.op_fusion import Unsynchronised, best_fusion, with_their_gradients
 from dpro.search.team import Team
 from dpro.search.tensor_fusion import Cuts, Timeline, best_cuts, neighbours
@@ -432,7 +432,7 @@ def _search_lists(judge: Judge) -> None:
 def _climb(judge: Judge, timeline: Timeline) -> None:
     """From the best few that are not alike to the best of their neighbours, as long as there is a better one."""
     climbed: set[Cuts] = set()
-    for verdict in _choose(judge.verdicts.values(), 3):
+    for verdict in _choose((v for v in judge.verdicts.values() if v.step_ns < NEVER), 3):
         here: Verdict | None = verdict
         while here is not None and (cuts := judge.cuts_of(here.grouping)) not in climbed:
             climbed.add(cuts)
