@@ -30,7 +30,7 @@ from dpro.verdict import slowest_rank
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("resnet50", "vgg16", "inceptionv3", "bert-base")
-COMMS = tuple(comms.COMMS)
+COMMS = tuple(name for name, comm in comms.COMMS.items() if not comm.shared)
 #: Name in the matrices to rate on the testbed. "loopback" has hosts and clocks as the others, and a link that nothing
 #: holds back.
 LINKS = {"1gbit": "1gbit", "200mbit": "200mbit", "loopback": UNSHAPED}

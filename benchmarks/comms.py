@@ -20,12 +20,14 @@ class Comm:
         loop: ``module:class`` of the :class:`benchmarks.loops.Loop`.
         launcher: what starts the ranks; ``horovod`` and ``byteps`` are modules of the testbed.
         sets: what a plan sets in it: DDP's ``buckets``, Horovod's ``groups`` or BytePS's ``partitions``.
+        shared: its ranks share each batch, in what shares a plan says (:mod:`benchmarks.hetero`); in no matrix.
     """
 
     framework: Literal["torch", "keras", "mxnet"]
     loop: str
     launcher: Literal["torchrun", "horovod", "byteps"]
     sets: Literal["buckets", "groups", "partitions"]
+    shared: bool = False
 
     @property
     def emulates(self) -> bool:
@@ -55,5 +57,7 @@ COMMS = {
     "horovod-keras": Comm("keras", "benchmarks.loops_keras:HorovodLoop", "horovod", "groups"),
     "horovod-mxnet": Comm("mxnet", "benchmarks.loops_mxnet:HorovodLoop", "horovod", "groups"),
     "byteps-keras": Comm("keras", "benchmarks.loops_keras:BytePSLoop", "byteps", "partitions"),
+    "ddp-shared": Comm("torch", "benchmarks.loops_shared:SharedDDPLoop", "torchrun", "buckets", True),
+    "horovod-shared": Comm("torch", "benchmarks.loops_shared:SharedHorovodLoop", "horovod", "groups", True),
     "byteps-mxnet": Comm("mxnet", "benchmarks.loops_mxnet:BytePSLoop", "byteps", "partitions"),
 }

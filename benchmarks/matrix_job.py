@@ -112,6 +112,10 @@ class Rank:
         """Answers ``layers``: what a compiler can have, in a framework that has one."""
         return {"layers": getattr(self._loop, "layers", list)()}
 
+    def gradients(self, shares: list[int]) -> dict[str, Any]:
+        """Answers ``off``: how far the ranks' gradient of a batch dealt out like this is from one device's."""
+        return {"off": getattr(self._loop, "gradients_off")(shares)}  # noqa: B009  (loops of shared batches have it)
+
     def train(self, steps: int, window: int) -> dict[str, Any]:
         """Train ``steps`` steps, then time ``window``. Answers ``times_ns``."""
         self._train(steps)

@@ -33,6 +33,7 @@ capture when it may turn buckets or groups alone, layers alone, and both (the pl
 or not the tuner's trial kept one; what is the same plan is one arm).
 
 With ``--fusions`` nothing else is measured, and these arms have all of a cell's time; ``tuned_ms`` is that of both.
+``--hetero`` is about hosts that are not alike (:mod:`benchmarks.hetero`), and nothing else either.
 
 ``python -m benchmarks.speedup --json`` prints ``{place, cuts, cells, summary}``; a cell has the keys ``model, comm,
 link, hosts, default_ms, tuned_ms, autotune_ms, sweep_best_ms, predicted_ms, verdict``, spreads and what was set.
@@ -390,10 +391,15 @@ def main() -> int:
         default=5,
         help="Horovod's autotune gets so many times dpro's steps; 0: leave it out",
     )
+    parser.add_argument("--hetero", action="store_true", help="two hosts, one at half speed: unequal shares of a batch")
     parser.add_argument("--fusions", action="store_true", help="compare fusing tensors, ops and both, and nothing else")
     parser.add_argument("--timeout-s", type=float, default=300, help="the longest that one order may take")
     parser.add_argument("--table", type=Path, help="write the result into this Markdown file, between its markers")
     args = parser.parse_args()
+    if args.hetero:
+        from benchmarks import hetero
+
+        return hetero.run(args)
     return run_matrix("speedup", args, cells, summarise, fusions_table if args.fusions else speedup_table)
 
 

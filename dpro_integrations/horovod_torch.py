@@ -38,9 +38,10 @@ from dpro_integrations.horovod_start import started_with, switched_on
 from dpro_integrations.horovod_steps import Steps
 from dpro_integrations.host_load import StepCpu
 from dpro_integrations.torch_adapter import TorchAdapter
+from dpro_integrations.torch_shares import SharedBatchSampler
 
 #: Of a plan, that can be set here.
-_FIELDS = {"tensor_groups", "compile_regions", "recompute", "accumulate"}
+_FIELDS = {"tensor_groups", "compile_regions", "recompute", "accumulate", "batch_shares"}
 #: Optimizers that have or had a tuner. Weak on both sides: neither may live on because it was tuned once.
 _tuned: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Tuner]] = weakref.WeakKeyDictionary()
 _count = 0
@@ -94,6 +95,8 @@ class HorovodTorchAdapter(TorchAdapter):
             knobs.add(Knob.RECOMPUTE)
         if self._can_cut():
             knobs.add(Knob.ACCUMULATE)
+            if self._sampler is not None:
+                knobs.add(Knob.BATCH_SHARES)
         if self._can_compile():
             knobs.add(Knob.COMPILE_REGIONS)
         return knobs
@@ -159,11 +162,13 @@ class HorovodTorchAdapter(TorchAdapter):
                 raise PlanError(f"the optimizer has no parameter {name!r}")
         self._check_regions(plan)
         self._check_parts(plan)
+        self._check_shares(plan)
         self._check_blocks(plan)
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)
         self._set_parts(1)
+        self._set_shares(None)
         self._set_blocks(None)
         self._check_blocks(plan)
         known = self._known()
@@ -174,9 +179,11 @@ class HorovodTorchAdapter(TorchAdapter):
         self._set_regions(plan)
         self._set_blocks(plan)
         self._set_parts(plan.accumulate or 1)
+        self._set_shares(plan.batch_shares)
 
     def revert(self) -> None:
         self._set_parts(1)
+        self._set_shares(None)
         self._set_blocks(None)
         self._set_regions(None)
         self._groups.clear()
@@ -243,6 +250,7 @@ def make_tuner(
     *,
     on_done: Callable[[Outcome], None] | None = None,
     plan: str | Path | Plan | None = None,
+    sampler: SharedBatchSampler | None = None,
     **given: Any,
 ) -> Tuner | None:
     """A tuner for ``optimizer``, or None where there is nothing to tune. Whoever calls it keeps it alive.
@@ -253,6 +261,7 @@ def make_tuner(
         optimizer: made by ``hvd.DistributedOptimizer``.
         on_done: called with the outcome on every rank.
         plan: a plan or its file: skips capture and search.
+        sampler: see :func:`autotune`.
         given: fields of :class:`dpro.settings.Settings`.
 
     Raises:
@@ -286,6 +295,8 @@ def make_tuner(
         if note:
             session.say(note)
         adapter = HorovodTorchAdapter(optimizer, exchange)
+        if sampler is not None:
+            adapter.share_batches(sampler)
         adapter.may_compile = settings.regions_s > 0
         tuner = Tuner(adapter, settings, plan=plan, on_done=on_done, session=session)
     except Exception:
@@ -300,6 +311,7 @@ def autotune(
     *,
     on_done: Callable[[Outcome], None] | None = None,
     plan: str | Path | Plan | None = None,
+    sampler: SharedBatchSampler | None = None,
     **settings: Any,
 ) -> Tuner | None:
     """Tune a plain training loop: ``tuner = autotune(hvd.DistributedOptimizer(…))``, on every rank.
@@ -311,10 +323,12 @@ def autotune(
         optimizer: made by ``hvd.DistributedOptimizer``; one step of it is one iteration.
         on_done: called once with the :class:`dpro.tuner.Outcome`, on every rank.
         plan: a plan file of an earlier run: verified at once, without profiling.
+        sampler: what deals out the samples of each batch, where ranks that are not equally fast may take unequal
+            shares; steps go through :func:`dpro_integrations.torch_micro.step` then.
         settings: fields of :class:`dpro.settings.Settings` (``mode="suggest"``, …).
     """
     try:
-        tuner = make_tuner(optimizer, on_done=on_done, plan=plan, **settings)
+        tuner = make_tuner(optimizer, on_done=on_done, plan=plan, sampler=sampler, **settings)
     except Exception as error:  # whatever it is, the job goes on
         step_aside(error, hvd.rank() if hvd.is_initialized() else 0)
         return None

@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from dpro.adapter import Exchange, Knob
-from dpro.errors import PlanError
+from dpro.errors import DproError, PlanError
 from dpro.plan import Plan
 from dpro.session import Session
 from dpro.settings import Settings
 from dpro.trace.memory import MICRO
 from dpro.trace.model import RankTrace
 from dpro.trace.regions import Region
+from dpro.trace.shares import SHARES, told
 from dpro_integrations import torch_micro
 from dpro_integrations.torch_compile import LIMIT_S, CompiledRegions, why_no_compiler
 from dpro_integrations.torch_memory import Meter
 from dpro_integrations.torch_recompute import check_blocks, recompute
 from dpro_integrations.torch_regions import LayerMarks, time_regions
+from dpro_integrations.torch_shares import SharedBatchSampler
 
 if TYPE_CHECKING:
     from dpro_integrations.torch_capture import StepCapture
@@ -42,6 +44,8 @@ class TorchAdapter:
     _regions: CompiledRegions | None = None
     #: captures tell what takes memory
     _memory = _timed = False
+    #: what deals out the samples of a batch that ranks share
+    _sampler: SharedBatchSampler | None = None
     _undo_blocks: Callable[[], None] | None = None
 
     def fingerprint(self) -> dict[str, str]:
@@ -196,20 +200,58 @@ class TorchAdapter:
 
     def _watch_parts(self, watched: bool) -> None:
         """In a capture: what a step is made of is kept, until what its parts take was timed once."""
-        called = self._called() if self._memory else None
+        called = self._called() if self._memory or self._sampler is not None else None
         if called is not None:
             torch_micro.watch(called, watched and not self._timed)
 
     def _time_parts(self, trace: RankTrace) -> None:
         try:
-            called = self._called() if self._memory and not self._timed else None
+            wanted = self._memory or self._sampler is not None
+            called = self._called() if wanted and not self._timed else None
             if called is not None:
                 self._timed = True
-                trace.meta.extra[MICRO] = {str(parts): ns for parts, ns in torch_micro.times(called).items()}
+                parts_ns = torch_micro.times(called)
+                trace.meta.extra[MICRO] = {str(parts): ns for parts, ns in parts_ns.items()}
+                if self._sampler is not None and parts_ns:
+                    share = self._sampler.shares[self.exchange.rank]
+                    trace.meta.extra[SHARES] = told(share, self._sampler.batch_size, parts_ns)
         except Exception as error:  # the job's own function on parts of its batch; there are other ways
-            trace.warnings.append(f"no micro-batches: {error}")
+            trace.warnings.append(f"no micro-batches, no shares of a batch: {error}")
         finally:
             self._watch_parts(False)
+
+    # -- a batch that ranks share --------------------------------------------------------------
+
+    def share_batches(self, sampler: SharedBatchSampler) -> None:
+        """Let plans say how many samples each rank takes of what ``sampler`` deals out.
+
+        Raises:
+            DproError: it deals to other ranks than these, or the model is not known.
+        """
+        called = self._called()
+        if called is None:
+            raise DproError(_NO_MODEL)
+        if (sampler.rank, sampler.world_size) != (self.exchange.rank, self.exchange.world_size):
+            raise DproError(f"the sampler deals to {sampler.world_size} ranks, the job has {self.exchange.world_size}")
+        self._sampler = sampler
+        torch_micro.cutting(called).even = sampler.batch_size / sampler.world_size
+
+    def _check_shares(self, plan: Plan) -> None:
+        """Refuse shares that can't be dealt out.
+
+        Raises:
+            PlanError: there is no sampler, or they are not of its batch.
+        """
+        if plan.batch_shares is None:
+            return
+        if self._sampler is None or not self._can_cut():
+            raise PlanError("no batch that ranks share: there is no SharedBatchSampler, or steps are not torch_micro's")
+        self._sampler.check(plan.batch_shares)
+
+    def _set_shares(self, shares: list[int] | None) -> None:
+        """From the next batch on; None: equal ones."""
+        if self._sampler is not None:
+            self._sampler.deal(shares)
 
     def _planned_module(self) -> torch.nn.Module:
         """The model, of which a plan has parts.

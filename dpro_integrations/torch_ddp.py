@@ -45,6 +45,7 @@ from dpro_integrations.torch_rewrap import (
     rewrap,
     why_fixed,
 )
+from dpro_integrations.torch_shares import SharedBatchSampler
 
 #: Of a plan, that can be set here.
 _FIELDS = {
@@ -55,6 +56,7 @@ _FIELDS = {
     "compile_regions",
     "recompute",
     "accumulate",
+    "batch_shares",
 }
 _OPTIONS = ("gradient_as_bucket_view", "batched_grad_copy")
 #: Wrappers that have or had a tuner, so that callback and environment never both tune one job.
@@ -111,6 +113,8 @@ class TorchDDPAdapter(TorchAdapter):
         knobs = {Knob.BUCKET_CAP, Knob.BUCKET_VIEW, Knob.RECOMPUTE}
         if self._can_cut():
             knobs.add(Knob.ACCUMULATE)
+            if self._sampler is not None:
+                knobs.add(Knob.BATCH_SHARES)
         if HAS_CAP_LIST:
             knobs.add(Knob.BUCKET_LIST)
         if hasattr(self._ddp, "batched_grad_copy"):
@@ -199,6 +203,7 @@ class TorchDDPAdapter(TorchAdapter):
                 raise PlanError(f"this DDP has no option {option!r}")
         self._check_regions(plan)
         self._check_parts(plan)
+        self._check_shares(plan)
         self._check_blocks(plan)
 
     def apply(self, plan: Plan) -> None:
@@ -217,6 +222,7 @@ class TorchDDPAdapter(TorchAdapter):
         self._set_regions(plan)
         self._set_blocks(plan)
         self._set_parts(plan.accumulate or 1)
+        self._set_shares(plan.batch_shares)
 
     def revert(self) -> None:
         self._keep_all()
@@ -231,8 +237,9 @@ class TorchDDPAdapter(TorchAdapter):
         self._compressed = False  # a hook of ours went with the reducer
 
     def _keep_all(self) -> None:
-        """No block is recomputed any more, no batch cut."""
+        """No block is recomputed any more, no batch cut, all ranks have equal shares."""
         self._set_parts(1)
+        self._set_shares(None)
         self._set_blocks(None)
 
     def close(self) -> None:
@@ -248,12 +255,14 @@ def make_tuner(
     *,
     on_done: Callable[[Outcome], None] | None = None,
     plan: str | Path | Plan | None = None,
+    sampler: SharedBatchSampler | None = None,
     **given: Any,
 ) -> Tuner | None:
     """A tuner for ``ddp``, or None where there is nothing to tune. Whoever calls it keeps it alive.
 
     Args:
         ddp: the wrapped model.
+        sampler: see :func:`autotune`.
         on_done: called with the outcome on every rank.
         plan: a plan or its file: skips capture and search.
         given: fields of :class:`dpro.settings.Settings`.
@@ -277,6 +286,8 @@ def make_tuner(
         if dist.get_world_size(ddp.process_group) != dist.get_world_size():
             raise DproError("DDP spans only a part of the ranks")
         settings = _patient(Settings.from_env(**given), ddp)
+        if sampler is not None:
+            adapter.share_batches(sampler)
         adapter.may_compile = settings.regions_s > 0
         adapter.compile_s = min(adapter.compile_s, _patience_s(ddp))
         if not isinstance(plan, Plan):
@@ -315,6 +326,7 @@ def autotune(
     optimizer: torch.optim.Optimizer,
     on_done: Callable[[Outcome], None] | None = None,
     plan: str | Path | Plan | None = None,
+    sampler: SharedBatchSampler | None = None,
     **settings: Any,
 ) -> tuple[DistributedDataParallel, Tuner | None]:
     """Tune a plain training loop: ``model, tuner = autotune(DDP(net), optimizer=opt)``.
@@ -327,10 +339,12 @@ def autotune(
         optimizer: its optimizer; one step of it is one iteration.
         on_done: called once with the :class:`dpro.tuner.Outcome`, on every rank.
         plan: a plan file of an earlier run: verified at once, without profiling.
+        sampler: what deals out the samples of each batch, where ranks that are not equally fast may take unequal
+            shares; steps go through :func:`dpro_integrations.torch_micro.step` then.
         settings: fields of :class:`dpro.settings.Settings` (``mode="suggest"``, …).
     """
     try:
-        tuner = make_tuner(ddp, on_done=on_done, plan=plan, **settings)
+        tuner = make_tuner(ddp, on_done=on_done, plan=plan, sampler=sampler, **settings)
     except Exception as error:  # whatever it is, the job goes on
         step_aside(error, job_rank())
         return ddp, None

@@ -33,9 +33,11 @@ LossOf = Callable[[Any, Any], torch.Tensor]
 @dataclass
 class Cutting:
     """How a job's batches are cut: in ``parts``. ``watched``: what a step was made of is kept in ``seen``.
-    ``broke_off`` is called where the job's own code raises in the midst of a step's parts."""
+    ``broke_off`` is called where the job's own code raises in the midst of a step's parts. ``even``: samples of a rank
+    if all had as many; a batch of another size counts by its size (0: each rank's counts the same)."""
 
     parts: int = 1
+    even: float = 0.0
     broke_off: Callable[[], None] | None = None
     watched: bool = False
     seen: tuple[LossOf, Any] | None = None
@@ -57,25 +59,26 @@ def step(model: nn.Module, loss_of: LossOf, batch: Any) -> torch.Tensor:
     if state.watched:
         state.seen = loss_of, batch
     parts = state.parts
+    weight = samples(batch) / state.even if state.even else 1.0
     if parts < 2 or samples(batch) % parts:
         loss = loss_of(model, batch)
-        loss.backward()
+        (loss if weight == 1 else loss * weight).backward()
         return loss.detach()
     try:
-        return _in_parts(model, loss_of, batch, parts)
+        return _in_parts(model, loss_of, batch, parts, weight)
     except BaseException:
         if state.broke_off is not None:
             state.broke_off()
         raise
 
 
-def _in_parts(model: nn.Module, loss_of: LossOf, batch: Any, parts: int) -> torch.Tensor:
+def _in_parts(model: nn.Module, loss_of: LossOf, batch: Any, parts: int, weight: float) -> torch.Tensor:
     total: torch.Tensor | None = None
     for number in range(parts):
         held = isinstance(model, DistributedDataParallel) and number < parts - 1
         with model.no_sync() if held else nullcontext():
             loss = loss_of(model, part_of(batch, number, parts)) / parts
-            loss.backward()
+            (loss if weight == 1 else loss * weight).backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
     return total

@@ -27,6 +27,7 @@ class Knob(Enum):
     COMPILE_REGIONS = "compile_regions"  # Keras: layers that XLA compiles; DDP: submodules, by inductor
     RECOMPUTE = "recompute"  # blocks whose forward pass runs again before their backward pass
     ACCUMULATE = "accumulate"  # into how many micro-batches each rank cuts its batch
+    BATCH_SHARES = "batch_shares"  # how many samples of a global batch each rank takes
 
 
 class Exchange(Protocol):

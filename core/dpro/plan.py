@@ -51,6 +51,8 @@ class Plan:
     compile_regions: list[str] | None = None
     recompute: list[str] | None = None
     accumulate: int | None = None
+    #: Samples of each rank, by rank, of every global batch.
+    batch_shares: list[int] | None = None
     placement: dict[str, str] | None = None
     order: list[str] | None = None
     predicted_ms: float | None = None
@@ -77,6 +79,7 @@ class Plan:
         _check("compile_regions", self.compile_regions, _is_names)
         _check("recompute", self.recompute, _is_names)
         _check("accumulate", self.accumulate, _is_count)
+        _check("batch_shares", self.batch_shares, lambda v: isinstance(v, list) and bool(v) and all(map(_is_count, v)))
         _check("placement", self.placement, _is_str_map)
         _check("order", self.order, _is_names)
         _check("predicted_ms", self.predicted_ms, lambda v: _is_number(v) and v >= 0)

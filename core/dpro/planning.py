@@ -99,6 +99,7 @@ def inform(graph: Graph, traces: list[RankTrace]) -> None:
     from dpro.search.view import waited_for
     from dpro.trace.memory import MICRO, load_micro
     from dpro.trace.regions import REGIONS, load
+    from dpro.trace.shares import SHARES, load_share
 
     if INFO in graph.info:
         with contextlib.suppress(ValueError):
@@ -107,6 +108,7 @@ def inform(graph: Graph, traces: list[RankTrace]) -> None:
     graph.info.update(traces[0].meta.library())
     graph.info[GRADIENT_DTYPES] = traces[0].meta.gradient_dtypes()
     graph.info[MICRO] = {trace.meta.rank: load_micro(trace.meta.extra.get(MICRO)) for trace in traces}
+    graph.info[SHARES] = {trace.meta.rank: load_share(trace.meta.extra.get(SHARES)) for trace in traces}
     graph.info[REGIONS] = [region for trace in traces for region in load(trace.meta.extra.get(REGIONS))]
     contention = [trace.meta.contention for trace in traces]
     graph.info["idle_share"] = idle_share(contention)
@@ -192,6 +194,8 @@ def make_plans(
     if (planned.peak_bytes or 0) > settings.memory_bytes > 0:
         _make_fit(planned, knobs, settings.memory_bytes, settings.search_s)
         return planned
+    mark = graph.mark()
+    shares = _share_batches(planned, knobs, measured_ms)
     # The replay's own clock may run a little fast or slow; what it says of two plans is their ratio.
     for cost, model in _beliefs(graph):
         if model is not None:
@@ -202,19 +206,49 @@ def make_plans(
         )
         planned.evaluations += found.evaluations
         planned.search_s += found.seconds
-        scale = measured_ms / found.baseline_ms
+        scale = (shares.predicted_ms or measured_ms if shares else measured_ms) / found.baseline_ms
         plans, at_start = (
             [(c.name, replace(c.plan, predicted_ms=c.predicted_ms * scale, baseline_ms=measured_ms)) for c in some]
             for some in (found.candidates, found.at_start)
         )
+        if shares:
+            also = {"batch_shares": shares.batch_shares}
+            plans, at_start = [(f"{_words(shares)}, {name}", replace(p, **also)) for name, p in plans], []
         planned.at_start = planned.at_start or at_start
         known = [plan.settings() for _, plan in planned.plans]
         fresh = [named for named in plans if named[1].settings() not in known]
         # one trial is for the second belief, where it has a plan of its own
         planned.plans = [*planned.plans[: settings.trials - bool(fresh)], *fresh][: settings.trials]
-    if found.evaluations <= 1:
+    graph.undo(mark)
+    if shares:  # by themselves as well: what comes on top of them may be no help
+        planned.plans = [*planned.plans[: settings.trials - 1], (_words(shares), shares)]
+    elif found.evaluations <= 1:
         planned.why_none = found.stopped  # there was nothing to search
     return planned
+
+
+def _share_batches(planned: Planned, knobs: set[Knob], measured_ms: float) -> Plan | None:
+    """Unequal shares of the batch, where they pay; the graph has them then, and what follows is searched with them."""
+    from dpro.passes.batch_shares import BatchShares
+    from dpro.search.batch_shares import best_shares
+
+    graph = planned.graph
+    if graph is None or Knob.BATCH_SHARES not in knobs or (best := best_shares(graph)) is None:
+        return None
+    shares, gain = best
+    BatchShares().apply(graph, shares)
+    fingerprint = planned.job["fingerprint"]
+    return Plan(
+        fingerprint=dict(fingerprint),
+        batch_shares=list(shares),
+        predicted_ms=measured_ms * gain,
+        baseline_ms=measured_ms,
+    )
+
+
+def _words(plan: Plan) -> str:
+    """For people."""
+    return f"{' : '.join(map(str, plan.batch_shares or []))} samples"
 
 
 def _make_fit(planned: Planned, knobs: set[Knob], budget_bytes: int, budget_s: float) -> None:

@@ -39,6 +39,7 @@ def test_built_in() -> None:
 def test_third_party() -> None:
     built_in = [
         "accumulate",
+        "batch_shares",
         "batched_copy",
         "bucket_view",
         "compression",

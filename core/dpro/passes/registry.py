@@ -18,6 +18,7 @@ from dpro.graph.graph import Graph
 ENTRY_POINT_GROUP = "dpro.passes"
 _BUILT_IN = {
     "accumulate": "dpro.passes.accumulate:Accumulate",
+    "batch_shares": "dpro.passes.batch_shares:BatchShares",
     "batched_copy": "dpro.passes.batched_copy:BatchedCopy",
     "bucket_view": "dpro.passes.bucket_view:BucketView",
     "compression": "dpro.passes.compression:Compression",
