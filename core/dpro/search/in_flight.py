@@ -85,9 +85,9 @@ class _Search:
         return min(self.seen.values(), key=lambda v: (v.step_ns, v.parts, v.flow), default=None)
 
 
-def best_flows(graph: Graph, deadline_s: float) -> tuple[list[FlowVerdict], int]:
-    """The flow with the fewest parts of those that are as good as the best, and the best if it is another one; and how
-    many were replayed.
+def best_flows(graph: Graph, deadline_s: float, more: int = 0) -> tuple[list[FlowVerdict], int]:
+    """The flow with the fewest parts of those that are as good as the best, the best if it is another one, and up to
+    ``more`` of the next best; and how many were replayed.
 
     A part is no larger than the job's own bound, by which BytePS would cut it.
     """
@@ -111,4 +111,6 @@ def best_flows(graph: Graph, deadline_s: float) -> tuple[list[FlowVerdict], int]
     assert best is not None
     as_good = [v for v in search.seen.values() if v.step_ns <= best.step_ns * (1 + _AS_GOOD)]
     fewest = min(as_good, key=lambda v: (v.parts, v.step_ns, v.flow))
-    return [fewest, *([best] if best != fewest else [])], len(search.seen)
+    next_best = sorted(search.seen.values(), key=lambda v: (v.step_ns, v.parts, v.flow))
+    first = [fewest, *([best] if best != fewest else [])]
+    return [*first, *[v for v in next_best if v not in first][:more]], len(search.seen)

@@ -24,7 +24,7 @@ from dpro.graph.packed import pack, unpack
 
 Caps = tuple[int, ...]
 #: Where a replay takes less, s, all of a search are over before it is worth telling anybody of them.
-WORTHWHILE_S = 0.005
+WORTHWHILE_S = 0.002
 #: More ranks than this are not asked: the store that they talk through is one.
 MOST_HELPERS = 15
 #: A larger graph is not sent, bytes of text.

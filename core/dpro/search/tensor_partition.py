@@ -41,6 +41,8 @@ _WORSE_IN_A_ROW, _WORSE = 3, 0.05
 _MOST_PARTS = 4_000
 #: Times that the tensors on the critical path are gone through one by one.
 _ROUNDS = 5
+#: Flows beyond the best that a search in a view hands on.
+_RUNNERS_UP = 6
 #: Of the time, where it is also searched how much to have on its way at once.
 _PARTITIONS_SHARE = 0.6
 #: A tensor is tried in its ``k*`` parts, in the captured number, and in these.
@@ -141,7 +143,9 @@ def search(
         if known is None:
             graph.info[MODEL] = fit_ps([graph])
         seen = view(graph, speedups)
-        result = _search(seen, knobs, fingerprint or {}, began, time_budget_s, top, speedups)
+        # a view of few workers is approximate: the whole graph says which of the best is best
+        more = 0 if seen is graph else _RUNNERS_UP
+        result = _search(seen, knobs, fingerprint or {}, began, time_budget_s, top, speedups, more)
         if seen is not graph:
             TensorPartition().apply(graph, captured(graph))
             mark_now = graph.mark()
@@ -149,6 +153,9 @@ def search(
             baseline_ns = replay(graph).makespan_ns
             graph.undo(mark_now)
             result = confirmed(graph, result, baseline_ns, lambda _: replay(graph).makespan_ns)
+            flows = [c for c in result.candidates if c.edits][:2]  # more of them would be much the same
+            unlike = [c for c in result.candidates if not c.edits or c in flows]
+            result = replace(result, candidates=unlike[:top])
     finally:
         graph.undo(mark)
         graph.info[MODEL] = known
@@ -167,6 +174,7 @@ def _search(
     budget_s: float,
     top: int,
     speedups: Speedups,
+    more: int,
 ) -> SearchResult:
     cutting = bool(knobs & TensorPartition.knobs)
     share = _PARTITIONS_SHARE if Knob.IN_FLIGHT in knobs else 1.0
@@ -181,7 +189,7 @@ def _search(
             _one_by_one(judge)
         found = [_candidate(graph, v, baseline, fingerprint) for v in _choose(judge, baseline, top)]
         stopped = "time budget" if cutting and judge.out_of_time() else "no improvement left"
-        flows, replays = best_flows(graph, began_s + budget_s) if Knob.IN_FLIGHT in knobs else ([], 0)
+        flows, replays = best_flows(graph, began_s + budget_s, more) if Knob.IN_FLIGHT in knobs else ([], 0)
         groups = tuple(bucket.tensors for bucket in graph.buckets)
         flowing = [
             Candidate(
@@ -193,7 +201,7 @@ def _search(
     finally:
         graph.undo(mark)
     if flowing and (not found or flowing[0].predicted_ms * (1 + LEVEL) < found[0].predicted_ms):
-        found = [*flowing, *found][:top]
+        found = [*flowing, *found][: top + more]
     return SearchResult(baseline.step_ns / 1e6, found, evaluations=judge.evaluations + replays, stopped=stopped)
 
 
