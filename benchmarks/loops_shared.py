@@ -51,15 +51,12 @@ class _Shared:
     def off(self, model: nn.Module, shares: list[int], reduce_: Any) -> float:
         """The ranks' gradient of the first batch dealt out by ``shares`` less one device's, over the largest of it."""
         model.zero_grad()
-        before, self.sampler.shares = self.sampler.shares, tuple(shares)
-        first = next(iter(self.sampler))
-        whole: list[int] = []
+        dealt: list[list[int]] = []
         for rank in range(2):
             here = SharedBatchSampler(self.data, self.sampler.batch_size, rank=rank, world_size=2)
-            here.shares = tuple(shares)
-            whole += next(iter(here))
-        self.sampler.shares = before
-        batch = [column[first] for column in self.data.tensors]
+            here.deal(shares)
+            dealt.append(next(iter(here)))
+        batch, whole = [column[dealt[self.sampler.rank]] for column in self.data.tensors], [*dealt[0], *dealt[1]]
         torch_micro.step(self._model, _loss, batch)
         reduce_()
         ours = [p.grad.clone() for p in model.parameters() if p.grad is not None]
