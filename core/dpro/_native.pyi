@@ -66,6 +66,33 @@ class Delta:
     makespan: int
     looked_at: int
 
+def schedule(
+    order: npt.NDArray[np.int32],
+    time: npt.NDArray[np.int64],
+    need: npt.NDArray[np.int64],
+    together: npt.NDArray[np.int32],
+    pinned: npt.NDArray[np.int32],
+    read_begin: npt.NDArray[np.int64],
+    read: npt.NDArray[np.int32],
+    producer: npt.NDArray[np.int32],
+    taken: npt.NDArray[np.int64],
+    line: npt.NDArray[np.int32],
+    link: npt.NDArray[np.int32],
+    capacity: npt.NDArray[np.int64],
+    preference: npt.NDArray[np.int32],
+    links: int,
+    groups: int,
+    insertion: bool,
+    contention: bool,
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], bool]:
+    """Device, start, end [tasks] of every task, transfers [sent, 4] (tensor, device, start, end), and whether all
+    found room. The arrays are those of ``ScheduleInput`` in core/native/schedule.hpp.
+
+    Raises:
+        ValueError: lengths disagree, an index is out of range, or the order puts a task before one it reads from.
+        TypeError: an array has another dtype than named, or is not contiguous.
+    """
+
 def wire_unsupported() -> str:
     """Empty where the wire can be traced, else why not."""
 
