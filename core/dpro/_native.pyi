@@ -66,6 +66,33 @@ class Delta:
     makespan: int
     looked_at: int
 
+def topological(
+    begin: npt.NDArray[np.int64], reader: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.int32], int]:
+    """Tasks, each after what it reads from, and how many could be ordered. ``reader[begin[i]:begin[i+1]]`` read of i.
+
+    Raises:
+        ValueError: an index is out of range.
+    """
+
+def upward_rank(
+    begin: npt.NDArray[np.int64],
+    reader: npt.NDArray[np.int32],
+    order: npt.NDArray[np.int32],
+    task_ns: npt.NDArray[np.int64],
+    use_ns: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """[tasks] the longest way from the begin of each task to the end; ``use_ns`` belongs to ``reader``."""
+
+def downward_rank(
+    begin: npt.NDArray[np.int64],
+    reader: npt.NDArray[np.int32],
+    order: npt.NDArray[np.int32],
+    task_ns: npt.NDArray[np.int64],
+    use_ns: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """[tasks] the longest way to the begin of each task."""
+
 def schedule(
     order: npt.NDArray[np.int32],
     time: npt.NDArray[np.int64],

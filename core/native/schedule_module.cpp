@@ -1,10 +1,11 @@
-// Python's door to list scheduling.
+// Python's door to list scheduling and the ranks before it.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
 #include <limits>
 #include <stdexcept>
 
+#include "ranks.hpp"
 #include "schedule.hpp"
 
 namespace py = pybind11;
@@ -53,9 +54,51 @@ py::tuple schedule(const Array<std::int32_t>& order, const Array<std::int64_t>& 
     return py::make_tuple(device, start, end, moved, out.fits);
 }
 
+dpro::Readers readers(const Array<std::int64_t>& begin, const Array<std::int32_t>& reader) {
+    const py::ssize_t tasks = begin.size() - 1;
+    if (tasks < 0 || tasks >= std::numeric_limits<std::int32_t>::max() || begin.at(0) != 0 ||
+        begin.at(tasks) != reader.size()) {
+        throw std::invalid_argument("readers of tasks must agree in length");
+    }
+    return {static_cast<std::int32_t>(tasks), begin.data(), reader.data()};
+}
+
+py::tuple topological(const Array<std::int64_t>& begin, const Array<std::int32_t>& reader) {
+    const dpro::Readers in = readers(begin, reader);
+    Array<std::int32_t> order(in.tasks);
+    const std::int32_t count = dpro::topological(in, order.mutable_data());
+    return py::make_tuple(order, count);
+}
+
+using Rank = void (*)(const dpro::Readers&, const std::int32_t*, const std::int64_t*, const std::int64_t*, std::int64_t*);
+
+template <Rank rank>
+Array<std::int64_t> ranked(const Array<std::int64_t>& begin, const Array<std::int32_t>& reader,
+                           const Array<std::int32_t>& order, const Array<std::int64_t>& task_ns,
+                           const Array<std::int64_t>& use_ns) {
+    const dpro::Readers in = readers(begin, reader);
+    if (order.size() != in.tasks || task_ns.size() != in.tasks || use_ns.size() != reader.size()) {
+        throw std::invalid_argument("arrays of one rank must agree in length");
+    }
+    for (py::ssize_t i = 0; i < in.tasks; ++i) {
+        if (order.at(i) < 0 || order.at(i) >= in.tasks) throw std::invalid_argument("no such task");
+    }
+    Array<std::int64_t> out(in.tasks);
+    rank(in, order.data(), task_ns.data(), use_ns.data(), out.mutable_data());
+    return out;
+}
+
 }  // namespace
 
 void bind_schedule(py::module_& module) {
+    module.def("topological", &topological, py::arg("begin").noconvert(), py::arg("reader").noconvert(),
+               "Tasks, each after what it reads from, and how many could be ordered.");
+    module.def("upward_rank", &ranked<dpro::upward_rank>, py::arg("begin").noconvert(), py::arg("reader").noconvert(),
+               py::arg("order").noconvert(), py::arg("task_ns").noconvert(), py::arg("use_ns").noconvert(),
+               "[tasks] the longest way from the begin of each task.");
+    module.def("downward_rank", &ranked<dpro::downward_rank>, py::arg("begin").noconvert(),
+               py::arg("reader").noconvert(), py::arg("order").noconvert(), py::arg("task_ns").noconvert(),
+               py::arg("use_ns").noconvert(), "[tasks] the longest way to the begin of each task.");
     module.def("schedule", &schedule, py::arg("order").noconvert(), py::arg("time").noconvert(),
                py::arg("need").noconvert(), py::arg("together").noconvert(), py::arg("pinned").noconvert(),
                py::arg("read_begin").noconvert(), py::arg("read").noconvert(), py::arg("producer").noconvert(),

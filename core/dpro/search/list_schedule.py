@@ -87,9 +87,10 @@ class Problem:
         self.together[tasks.together >= 0] = number
         self.group_bytes = np.zeros(self.groups, np.int64)
         np.add.at(self.group_bytes, number, self.need_bytes[tasks.together >= 0])
-        pairs = np.unique(np.stack([tasks.use_task, tasks.use_tensor], axis=1), axis=0)
-        self._read_begin = np.searchsorted(pairs[:, 0], np.arange(len(tasks) + 1)).astype(np.int64)
-        self._read = np.ascontiguousarray(pairs[:, 1], dtype=np.int32)
+        tensors = len(tasks.tensor_of)
+        pairs = np.unique(tasks.use_task * tensors + tasks.use_tensor)
+        self._read_begin = np.searchsorted(pairs, tensors * np.arange(len(tasks) + 1)).astype(np.int64)
+        self._read = (pairs % max(1, tensors)).astype(np.int32)
         self._producer = tasks.tensor_of.astype(np.int32)
         taken, line = transfers_ns(tasks, cluster)
         self._taken, self._line = np.ascontiguousarray(taken), line.astype(np.int32)
@@ -183,7 +184,7 @@ def cpop(problem: Problem, *, how: How = "mean", contention: bool = False, room:
     while ready:
         _, task = heapq.heappop(ready)
         listed.append(task)
-        for user in problem.order.readers[task]:
+        for user in problem.order.readers(task):
             waits[user] -= 1
             if not waits[user]:
                 heapq.heappush(ready, (-value[user], user))
@@ -196,10 +197,10 @@ def cpop(problem: Problem, *, how: How = "mean", contention: bool = False, room:
 def _longest_way(order: Order, value: list[int], longest: int) -> list[int]:
     """From a task on to readers, all of them of the longest way through the step."""
     path: list[int] = []
-    ways = order.tasks
+    ways = order.tasks.tolist()
     while step := next((task for task in ways if value[task] == longest), None):
         path.append(step)
-        ways = order.readers[step]
+        ways = order.readers(step)
     return path
 
 

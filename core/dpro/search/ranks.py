@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
+from dpro import _native
 from dpro.errors import DproError
 from dpro.graph.cluster import Cluster
 from dpro.graph.tasks import Ints, Tasks
@@ -75,12 +77,18 @@ def transfers_ns(tasks: Tasks, cluster: Cluster) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class Order:
-    """Tasks and their uses as lists, ready for loops. ``tasks``: each after what it reads from."""
+    """``tasks`` [n], each after what it reads from; ``reader[begin[i]:begin[i + 1]]`` read what i makes, by the uses
+    ``use`` of the same places.
+    """
 
-    tasks: list[int]
-    #: of each task (consumer, use) pairs, as two lists
-    readers: list[list[int]]
-    uses: list[list[int]]
+    tasks: npt.NDArray[np.int32]
+    begin: Ints
+    reader: npt.NDArray[np.int32]
+    use: Ints
+
+    def readers(self, task: int) -> list[int]:
+        out: list[int] = self.reader[self.begin[task] : self.begin[task + 1]].tolist()
+        return out
 
 
 def topological(tasks: Tasks) -> Order:
@@ -89,70 +97,45 @@ def topological(tasks: Tasks) -> Order:
     Raises:
         DproError: some tasks wait for themselves.
     """
-    source, reader, _ = tasks.edges()
-    readers: list[list[int]] = [[] for _ in range(len(tasks))]
-    uses: list[list[int]] = [[] for _ in range(len(tasks))]
-    for use, (a, b) in enumerate(zip(source.tolist(), reader.tolist(), strict=True)):
-        readers[a].append(b)
-        uses[a].append(use)
-    waits = np.bincount(reader, minlength=len(tasks)).tolist()
-    out = [task for task, count in enumerate(waits) if not count]
-    for task in out:
-        for user in readers[task]:
-            waits[user] -= 1
-            if not waits[user]:
-                out.append(user)
-    if len(out) < len(tasks):
-        stuck = next(task for task, count in enumerate(waits) if count)
-        raise DproError(f"{len(tasks) - len(out)} tasks wait for themselves, {tasks.names[stuck]!r} among them")
-    return Order(out, readers, uses)
+    source = tasks.tensor_of[tasks.use_tensor]
+    use = np.argsort(source, kind="stable")
+    reader = tasks.use_task[use].astype(np.int32)
+    begin = np.searchsorted(source[use], np.arange(len(tasks) + 1)).astype(np.int64)
+    order, count = _native.topological(begin, reader)
+    if count < len(tasks):
+        stuck = np.setdiff1d(np.arange(len(tasks)), order[:count])
+        raise DproError(f"{len(stuck)} tasks wait for themselves or such: {tasks.names[stuck[0]]!r} among them")
+    return Order(order, begin, reader, use)
 
 
 def upward_rank(order: Order, along: Weights) -> Ints:
     """[n] ns from the begin of each task to the end of the step along the longest way, transfers counted."""
-    task_ns, use_ns = along.task_ns.tolist(), along.use_ns.tolist()
-    rank = [0] * len(order.tasks)
-    for task in reversed(order.tasks):
-        longest = 0
-        for user, use in zip(order.readers[task], order.uses[task], strict=True):
-            way = use_ns[use] + rank[user]
-            if way > longest:
-                longest = way
-        rank[task] = task_ns[task] + longest
-    return np.array(rank, dtype=np.int64)
+    return _native.upward_rank(order.begin, order.reader, order.tasks, along.task_ns, along.use_ns[order.use])
 
 
 def downward_rank(order: Order, along: Weights) -> Ints:
     """[n] ns from the begin of the step to the begin of each task along the longest way, transfers counted."""
-    task_ns, use_ns = along.task_ns.tolist(), along.use_ns.tolist()
-    rank = [0] * len(order.tasks)
-    for task in order.tasks:
-        ended = rank[task] + task_ns[task]
-        for user, use in zip(order.readers[task], order.uses[task], strict=True):
-            way = ended + use_ns[use]
-            if way > rank[user]:
-                rank[user] = way
-    return np.array(rank, dtype=np.int64)
+    return _native.downward_rank(order.begin, order.reader, order.tasks, along.task_ns, along.use_ns[order.use])
 
 
 def critical_tasks(order: Order, rank: Ints) -> list[int]:
     """From the task of the largest upward rank always on to the reader of the largest: FastT's critical path.
 
-    Of equals the last.
+    Of equals the one with the smaller number, which is also listed first: the path leads, replicas that are as long
+    follow.
     """
-    if not order.tasks:
-        return []
+    path: list[int] = []
+    ways = np.setdiff1d(order.tasks, order.reader).tolist()
     value = rank.tolist()
-    sources = set(order.tasks).difference(*order.readers)
-    path = [max(sources, key=lambda task: (value[task], -task))]
-    while order.readers[path[-1]]:
-        path.append(max(order.readers[path[-1]], key=lambda task: (value[task], -task)))
+    while ways:
+        path.append(max(ways, key=lambda task: (value[task], -task)))
+        ways = order.readers(path[-1])
     return path
 
 
 def by_rank(order: Order, rank: Ints) -> Ints:
     """Tasks by decreasing upward rank, each after what it reads from: those of equal rank stay as they were."""
-    tasks = np.array(order.tasks, dtype=np.int64)
+    tasks = order.tasks.astype(np.int64)
     return tasks[np.argsort(-rank[tasks], kind="stable")]
 
 
