@@ -10,7 +10,7 @@ contention-aware ones (:mod:`dpro.search.list_schedule`), and a descent from the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from dpro.graph.tasks import Ints, Tasks
 from dpro.passes.replicate import REPLICA, replicate
 from dpro.passes.split import Split
 from dpro.replay.placed import Judged, judge
+from dpro.search.descent import Descent, worth
 from dpro.search.list_schedule import Problem, Schedule, cpop, dpos, heft
 from dpro.search.os_dpos import os_dpos
 from dpro.search.ranks import positions, rank_order
@@ -29,7 +30,11 @@ DATA_PARALLEL = "data parallel"
 RANK_ORDER = "data parallel, rank order"
 SINGLE = "single device"
 BASELINES = (DATA_PARALLEL, RANK_ORDER, SINGLE)
-AWARE = "contention-aware "
+#: As published, and each scheduled once with slots on links.
+PUBLISHED = ("HEFT", "CPOP", "DPOS", "OS-DPOS")
+ONE_PASS = tuple(f"{name}, links reserved" for name in ("HEFT", "DPOS", "OS-DPOS"))
+AWARE = "contention-aware DPOS"
+DESCENT = "descent"
 #: Shares of the memory that list scheduling may fill: what it counts is an estimate, the replay has the peak.
 _ROOMS = (1.0, 0.85, 0.7, 0.5)
 
@@ -48,12 +53,6 @@ class Plan:
     @property
     def makespan_ns(self) -> int:
         return self.judged.makespan_ns
-
-    def worth(self, cluster: Cluster) -> tuple[float, int]:
-        """Smaller is better: first what is missing of memory, as a share, then time."""
-        limit = cluster.memory_bytes()
-        over = (self.judged.peak_bytes / np.where(limit == 0, np.inf, limit)).max()
-        return max(0.0, float(over) - 1.0), self.makespan_ns
 
 
 @dataclass(frozen=True)
@@ -86,54 +85,65 @@ def fastt(model: ModelGraph, cluster: Cluster, *, batch: float = 1.0, replicas: 
     begin = time.perf_counter()
     count = replicas or len(cluster)
     tasks, whole = replicate(model, count, batch), replicate(model, 1, batch)
-    plans = [*start_plans(tasks, whole, cluster)]
-    plans += _list_schedules(tasks, cluster)
+    plans = start_plans(tasks, whole, cluster) + search_plans(tasks, cluster)
     if count > 1 and not any(plan.judged.fits for plan in plans):
-        plans += _list_schedules(whole, cluster)  # the model alone, spread over devices
+        plans += search_plans(whole, cluster)  # the model alone, spread over devices
     return _best(plans, cluster, begin)
 
 
 def place(tasks: Tasks, cluster: Cluster) -> Result:
     """:func:`fastt` for tasks as they are. Without replicas, the baseline is one device."""
     begin = time.perf_counter()
-    return _best([*start_plans(tasks, tasks, cluster), *_list_schedules(tasks, cluster)], cluster, begin)
+    return _best(start_plans(tasks, tasks, cluster) + search_plans(tasks, cluster), cluster, begin)
 
 
-def start_plans(tasks: Tasks, whole: Tasks, cluster: Cluster) -> Iterator[Plan]:
+def start_plans(tasks: Tasks, whole: Tasks, cluster: Cluster) -> list[Plan]:
     """The baselines: ``tasks``' replicas on a device each, parameters on the first; ``whole`` on the fastest one."""
+    plans = []
     if REPLICA in tasks.info:
-        device = np.maximum(np.asarray(tasks.info[REPLICA], dtype=np.int64), 0) % len(cluster)
-        yield _plan(DATA_PARALLEL, tasks, device, cluster, None)
-        yield _plan(RANK_ORDER, tasks, device, cluster, rank_order(tasks, cluster, device))
-    times_ns = cluster.times_ns(whole.types, whole.time_ns).sum(axis=0)
-    alone = [
-        _plan(SINGLE, whole, np.full(len(whole), d, np.int64), cluster, None) for d in np.argsort(times_ns, kind="stable")
-    ]
-    yield min(alone, key=lambda plan: plan.worth(cluster))
+        device = _data_parallel(tasks, cluster)
+        plans.append(_plan(DATA_PARALLEL, tasks, device, cluster, None))
+        plans.append(_plan(RANK_ORDER, tasks, device, cluster, rank_order(tasks, cluster, device)))
+    everywhere = (np.full(len(whole), d, np.int64) for d in range(len(cluster)))
+    alone = [_plan(SINGLE, whole, device, cluster, None) for device in everywhere]
+    return [*plans, min(alone, key=lambda plan: worth(plan.judged, cluster))]
 
 
-def published(name: str, problem: Problem, room: float = 1.0) -> tuple[Problem, Schedule, tuple[Split, ...]]:
-    """What an algorithm makes of a problem, by its name: one of :data:`ALGORITHMS`, or so with :data:`AWARE` before."""
-    contention = name.startswith(AWARE)
-    algorithm = name.removeprefix(AWARE)
-    if algorithm == "OS-DPOS":
-        cut = os_dpos(problem, lambda one: dpos(one, contention=contention, room=room))
-        return cut.problem, cut.schedule, cut.splits
-    simple: dict[str, Callable[..., Schedule]] = {"HEFT": heft, "CPOP": cpop, "DPOS": dpos}
-    return problem, simple[algorithm](problem, contention=contention, room=room), ()
+def search_plans(tasks: Tasks, cluster: Cluster) -> list[Plan]:
+    """Every algorithm's plan for ``tasks``, and what a descent from them finds."""
+    problem = Problem(tasks, cluster)
+    plans = [published_plan(name, problem) for name in PUBLISHED]
+    plans += [published_plan(name, problem) for name in ONE_PASS]
+    descent = Descent(problem)
+    plans.append(aware_plan(problem, descent))
+    for plan in plans:
+        if not plan.splits:
+            descent.start(plan.device, plan.priority)
+    if REPLICA in tasks.info:
+        descent.start(_data_parallel(tasks, cluster))
+    best = min(plans, key=lambda plan: worth(plan.judged, cluster))
+    if best.splits:
+        descent = Descent(Problem(best.tasks, cluster), descent.left)
+        descent.start(best.device, best.priority)
+    descent.moves()
+    if descent.best is not None:
+        found = descent.best
+        made = best if best.splits else plans[0]
+        plans.append(Plan(DESCENT, made.tasks, found.device, found.priority, found.judged, best.splits))
+    return plans
 
 
-ALGORITHMS = ("HEFT", "CPOP", "DPOS", "OS-DPOS")
+def published_plan(name: str, problem: Problem) -> Plan:
+    """The placement of one of :data:`PUBLISHED` or :data:`ONE_PASS` in the order in which it would start tasks.
 
-
-def schedule_plan(name: str, problem: Problem) -> Plan:
-    """An algorithm's placement in the order in which it would start tasks; with less memory where it does not fit."""
+    Where it does not fit the memory, it is made again with less.
+    """
     limited = bool(problem.cluster.memory_bytes().any())
     best: Plan | None = None
     for room in _ROOMS if limited else _ROOMS[:1]:
-        made, schedule, splits = published(name, problem, room)
+        made, schedule, splits = _run(name, problem, room)
         plan = _plan(name, made.tasks, schedule.device, problem.cluster, schedule.priority(), splits)
-        if best is None or plan.worth(problem.cluster) < best.worth(problem.cluster):
+        if best is None or worth(plan.judged, problem.cluster) < worth(best.judged, problem.cluster):
             best = plan
         if plan.judged.fits:
             break
@@ -141,14 +151,33 @@ def schedule_plan(name: str, problem: Problem) -> Plan:
     return best
 
 
-def _list_schedules(tasks: Tasks, cluster: Cluster) -> Iterator[Plan]:
-    """Every algorithm's plan, and the same placement in the order of the rank that tasks have on it."""
-    problem = Problem(tasks, cluster)
-    for name in (*ALGORITHMS, *(AWARE + name for name in ALGORITHMS)):
-        plan = schedule_plan(name, problem)
-        yield plan
-        by_rank = rank_order(plan.tasks, cluster, plan.device)
-        yield _plan(name, plan.tasks, plan.device, cluster, by_rank, plan.splits)
+def aware_plan(problem: Problem, descent: Descent | None = None) -> Plan:
+    """Contention-aware DPOS: with and without the critical path on one device, from its own placements and from the
+    published one, ranks and schedules in turn (:meth:`~dpro.search.descent.Descent.start`).
+    """
+    descent = descent or Descent(problem)
+    for schedule in (
+        dpos(problem, contention=True), dpos(problem, contention=True, pin_path=False),
+        dpos(problem, contention=True, literal_ties=True), dpos(problem),
+    ):  # fmt: skip
+        descent.start(schedule.device, schedule.priority())
+    assert descent.best is not None
+    found = descent.best
+    return Plan(AWARE, problem.tasks, found.device, found.priority, found.judged)
+
+
+def _run(name: str, problem: Problem, room: float) -> tuple[Problem, Schedule, tuple[Split, ...]]:
+    contention = name in ONE_PASS
+    if "OS-DPOS" in name:
+        cut = os_dpos(problem, lambda one: dpos(one, contention=contention, room=room))
+        return cut.problem, cut.schedule, cut.splits
+    algorithm: Callable[..., Schedule] = {"HEFT": heft, "CPOP": cpop, "DPOS": dpos}[name.split(",")[0]]
+    return problem, algorithm(problem, contention=contention, room=room), ()
+
+
+def _data_parallel(tasks: Tasks, cluster: Cluster) -> Ints:
+    replica: Ints = np.asarray(tasks.info[REPLICA], dtype=np.int64)
+    return np.maximum(replica, 0) % len(cluster)
 
 
 def _plan(
@@ -158,7 +187,7 @@ def _plan(
 
 
 def _best(plans: list[Plan], cluster: Cluster, begin: float) -> Result:
-    best = min(plans, key=lambda plan: plan.worth(cluster))  # of equals the first: a baseline before what is more work
+    best = min(plans, key=lambda plan: worth(plan.judged, cluster))  # of equals the first: a baseline before what is more work
     tried: dict[str, float | None] = {}
     for plan in plans:
         now = plan.makespan_ns / 1e6 if plan.judged.fits else None

@@ -266,8 +266,10 @@ def _taken(problem: Problem, path: Sequence[int], free: float) -> tuple[int, int
     used, seen = 0, set[int]()
     for i, task in enumerate(path):
         group = int(problem.together[task])
-        grouped = 0 if group in seen else problem.group_bytes[group]
-        need = int(problem.need_bytes[task] if group < 0 else grouped)
+        if group < 0:
+            need = int(problem.need_bytes[task])
+        else:
+            need = 0 if group in seen else int(problem.group_bytes[group])
         if used + need > free:
             return i, used
         seen.add(group)
