@@ -198,7 +198,7 @@ def _longest_way(order: Order, value: list[int], longest: int) -> list[int]:
     """From a task on to readers, all of them of the longest way through the step."""
     path: list[int] = []
     ways = order.tasks.tolist()
-    while step := next((task for task in ways if value[task] == longest), None):
+    while (step := next((task for task in ways if value[task] == longest), None)) is not None:
         path.append(step)
         ways = order.readers(step)
     return path
