@@ -68,13 +68,13 @@ def random_tasks(rng: random.Random, most: int = 25) -> Tasks:
     return build.build()
 
 
-def random_cluster(rng: random.Random) -> Cluster:
+def random_cluster(rng: random.Random, latency_ns: int = 0) -> Cluster:
     """One to four devices, on one or two machines whose devices may share a link."""
     count, two = rng.randint(1, 4), rng.random() < 0.5
     devices = [Device(f"d{i}", rng.choice("ab"), f"m{i % 2 if two else 0}") for i in range(count)]
-    between = Line(rng.randint(0, 5), rng.choice([0.0, 1.0, 2.0]))
+    between = Line(latency_ns + rng.randint(0, 5), rng.choice([0.0, 1.0, 2.0]))
     return Cluster(
-        devices, Line(rng.randint(0, 3), rng.choice([0.0, 0.5, 1.0])), between,
+        devices, Line(latency_ns + rng.randint(0, 3), rng.choice([0.0, 0.5, 1.0])), between,
         speeds={"b": {"default": 0.5}}, shared=rng.random() < 0.3,
     )  # fmt: skip
 
