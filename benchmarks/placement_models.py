@@ -72,7 +72,7 @@ def small_tasks(number: int) -> tuple[Tasks, int, float]:
 
 def _random(rng: random.Random, devices: int) -> Tasks:
     build = TasksBuilder()
-    n = rng.randint(10, 40 if devices == 2 else 30)
+    n = rng.randint(10, 60 if devices == 2 else 40)
     width = rng.randint(2, 6)
     ratio = rng.uniform(0.1, 1.5)
     for i in range(n):
@@ -87,7 +87,7 @@ def _random(rng: random.Random, devices: int) -> Tasks:
 
 
 def _replicated(rng: random.Random, devices: int) -> Tasks:
-    layers = rng.randint(2, 5 if devices == 2 else 3)
+    layers = rng.randint(2, 8 if devices == 2 else 5)
     lines, edges = [], []
     for i in range(layers):
         forward_us = rng.randint(100, 600) * devices

@@ -12,7 +12,7 @@ GRAPHS = Path(__file__).resolve().parents[3] / "shared" / "graphs"
 needs_graphs = pytest.mark.skipif(not GRAPHS.exists(), reason="public graphs (../shared/graphs) are not here")
 
 LAYERS = """\
-node1 -- Input0 -- forward_compute_time=5.000, backward_compute_time=0.000, activation_size=0.000, parameter_size=0.000
+node1 -- Input -- forward_compute_time=5.000, backward_compute_time=0.000, activation_size=0.000, parameter_size=0.000
 node2 -- Conv2d(3, 8, kernel_size=(3, 3)) -- forward_compute_time=1.500, backward_compute_time=2.500, activation_size=4000.000, parameter_size=1000.000
 node3 -- Split() -- forward_compute_time=0.250, backward_compute_time=0.500, activation_size=[100.0; 200.0], parameter_size=0.000
 \tnode1 -- node2

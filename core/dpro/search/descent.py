@@ -20,8 +20,8 @@ from dpro.search.list_schedule import FREE, Problem, Schedule
 from dpro.search.ranks import by_rank
 
 #: Tasks scheduled in all, and schedules at most: fewer in larger graphs, so that a search ends in seconds.
-_WORK = 500_000
-_MOST = 2_000
+_WORK = 300_000
+_MOST = 1_000
 _ROUNDS = 6
 #: A schedule is replayed if its own estimate is not longer than the best replay by more than this.
 _PROMISING = 1.02

@@ -127,6 +127,8 @@ class Explorer:
             self.best = profile.step_ns, self.device, self.priority
         assert self.best is not None
         _, self.device, self.priority = self.best
+        if running and wrong > self.tolerance:  # the machine has changed: what was slower need not be any more
+            self._tried = {self.device.tobytes()}
         planned = self._planned() if not running or wrong > self.tolerance else False
         self.quiet = 0 if planned else self.quiet + 1
 

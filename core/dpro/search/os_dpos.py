@@ -18,7 +18,7 @@ from dpro.search.list_schedule import Problem, Schedule
 from dpro.search.ranks import critical_tasks
 
 #: Tasks scheduled in all, over all tries.
-_WORK = 150_000
+_WORK = 100_000
 _MOST_TRIES, _LEAST_TRIES = 100, 8
 
 Scheduler = Callable[[Problem], Schedule]
