@@ -69,9 +69,7 @@ def optimum(tasks: Tasks, cluster: Cluster, hint: Ints | None = None, seconds: f
 class _Step:
     """Variables and constraints of one step. ``on`` [n][devices]: the task runs there."""
 
-    def __init__(
-        self, model: Any, tasks: Tasks, cluster: Cluster, times: Ints, taken: Ints, line: Ints
-    ) -> None:
+    def __init__(self, model: Any, tasks: Tasks, cluster: Cluster, times: Ints, taken: Ints, line: Ints) -> None:
         self.model, self.tasks, self.cluster = model, tasks, cluster
         devices = range(len(cluster))
         self.horizon = int(times.max(axis=1).sum() + taken.max(axis=0).sum() * len(cluster))
@@ -84,7 +82,9 @@ class _Step:
             model.add_exactly_one(self.on[i])
             for d in devices:
                 length = int(times[i, d])
-                interval = model.new_optional_interval_var(self.start[i], length, self.end[i], self.on[i][d], f"{i}.{d}")
+                interval = model.new_optional_interval_var(
+                    self.start[i], length, self.end[i], self.on[i][d], f"{i}.{d}"
+                )
                 if length:
                     lanes[d].append(interval)
         for lane in lanes:
@@ -122,7 +122,9 @@ class _Step:
                     length = int(taken[line[a, b], tensor])
                     sent = self.model.new_bool_var(f"sent{tensor}.{a}.{b}")
                     begin = self.model.new_int_var(0, self.horizon, f"send{tensor}.{a}.{b}")
-                    interval = self.model.new_optional_fixed_size_interval_var(begin, length, sent, f"s{tensor}.{a}.{b}")
+                    interval = self.model.new_optional_fixed_size_interval_var(
+                        begin, length, sent, f"s{tensor}.{a}.{b}"
+                    )
                     links.setdefault(int(self.cluster.link[a, b]), []).append(interval)
                     self.model.add(begin >= self.end[producer]).only_enforce_if(sent)
                     for reader in readers:

@@ -46,9 +46,7 @@ def cell(model: ModelGraph, devices: int, batch: float, link: float) -> tuple[li
     cluster = Cluster.uniform(devices, link)
     common = {"graph": model.name, "devices": devices, "batch": batch, "link": link}
     result = fastt(model, cluster, batch=batch)
-    rows = [
-        {**common, "strategy": name, "makespan_ms": ms, "seconds": 0.0} for name, ms in result.baselines.items()
-    ]
+    rows = [{**common, "strategy": name, "makespan_ms": ms, "seconds": 0.0} for name, ms in result.baselines.items()]
     problem = Problem(replicate(model, devices, batch), cluster)
     for name in (*PUBLISHED, *ONE_PASS, AWARE):
         begin = time.perf_counter()

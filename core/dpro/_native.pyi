@@ -66,9 +66,7 @@ class Delta:
     makespan: int
     looked_at: int
 
-def topological(
-    begin: npt.NDArray[np.int64], reader: npt.NDArray[np.int32]
-) -> tuple[npt.NDArray[np.int32], int]:
+def topological(begin: npt.NDArray[np.int64], reader: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], int]:
     """Tasks, each after what it reads from, and how many could be ordered. ``reader[begin[i]:begin[i+1]]`` read of i.
 
     Raises:

@@ -66,7 +66,8 @@ def test_an_all_reduce_in_one_machine_is_a_ring() -> None:
 def test_an_all_reduce_over_machines_is_a_ring_or_two_levels_whichever_is_faster() -> None:
     devices = [Device(f"d{i}", "gpu", f"m{i // 2}") for i in range(4)]
     slow = Cluster(devices, Line(0.0, 0.01), Line(0.0, 1.0))
-    # one ring: 6 steps of 250 bytes over the slow link. In levels: 2 steps of 5 in each machine, 2 of 500 between, 10 back
+    # one ring: 6 steps of 250 bytes over the slow link. In levels: 2 steps of 5 ns in each machine, 2 of 500 between,
+    # 10 to copy
     assert slow.all_reduce_ns(1000, range(4)) == 10 + 2 * 500 + 10
     fast = Cluster(devices, Line(0.0, 1.0), Line(0.0, 1.0))
     assert fast.all_reduce_ns(1000, range(4)) == 6 * 250
@@ -107,3 +108,12 @@ def test_a_missing_and_a_huge_file_too(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TraceError, match="not text"):
         load(binary)
+
+
+def test_the_example_of_the_documentation_is_one(tmp_path: Path) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "cluster.md").read_text()
+    cluster = load(written(tmp_path, text.split("```yaml")[1].split("```")[0]))
+    assert [device.name for device in cluster.devices] == ["v100-0", "v100-1", "old"]
+    assert cluster.transfer_ns(1_000_000, 0, 1) == 25_000  # the pair's own 40 GB/s
+    assert cluster.transfer_ns(1_000_000, 1, 0) == 10_000 + 50_000
+    assert cluster.transfer_ns(1_000_000, 0, 2) == 50_000 + 800_000  # small's 1.25 GB/s

@@ -16,9 +16,10 @@ from dpro.replay.placed import judge
 from dpro.search.ranks import topological
 from dpro.trace import pipedream
 
-TEXT = """\
-node1 -- Conv2d(3, 8) -- forward_compute_time=1.000, backward_compute_time=2.000, activation_size=4000.0, parameter_size=1000.0
-node2 -- BatchNorm2d(8) -- forward_compute_time=1.000, backward_compute_time=2.000, activation_size=3000.0, parameter_size=0.0
+_TIMES = "forward_compute_time=1.0, backward_compute_time=2.0"
+TEXT = f"""\
+node1 -- Conv2d(3, 8) -- {_TIMES}, activation_size=4000.0, parameter_size=1000.0
+node2 -- BatchNorm2d(8) -- {_TIMES}, activation_size=3000.0, parameter_size=0.0
 \tnode1 -- node2
 """
 

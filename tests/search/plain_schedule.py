@@ -54,7 +54,7 @@ def plain_schedule(
             else:
                 taken = cluster.transfer_ns(int(tasks.tensor_bytes[t]), at, d)
                 link = int(cluster.link[at, d])
-                busy = [*links.get(link, []), *((b, e) for l, b, e, _ in moved if l == link)]
+                busy = [*links.get(link, []), *((b, e) for other, b, e, _ in moved if other == link)]
                 begin = slot(busy, end[source], taken) if contention else end[source]
                 moved.append((link, begin, begin + taken, t))
                 ready = max(ready, begin + taken)

@@ -43,9 +43,7 @@ _EDGES = [
 
 
 def heft_example() -> Problem:
-    tasks = tasks_of(
-        {f"n{i}": 1 for i in range(1, 11)}, [(f"n{a}", f"n{b}", 3 * nbytes) for a, b, nbytes in _EDGES]
-    )
+    tasks = tasks_of({f"n{i}": 1 for i in range(1, 11)}, [(f"n{a}", f"n{b}", 3 * nbytes) for a, b, nbytes in _EDGES])
     return Problem(tasks, cluster(3), 3 * np.array(_TIMES, dtype=np.int64))
 
 

@@ -41,9 +41,7 @@ class Hardware:
 def hidden(speeds: dict[str, float], gb_per_s: float = 10.0) -> Cluster:
     """A device of each type; its speed for convolutions is not what whoever plans knows."""
     devices = [Device(f"d{i}", kind, "host") for i, kind in enumerate(speeds)]
-    return Cluster(
-        devices, Line.of(gb_per_s, 20.0), speeds={kind: {"Conv2d": speed} for kind, speed in speeds.items()}
-    )
+    return Cluster(devices, Line.of(gb_per_s, 20.0), speeds={kind: {"Conv2d": speed} for kind, speed in speeds.items()})
 
 
 def test_unknown_costs_draw_plans_to_devices_that_were_never_tried() -> None:

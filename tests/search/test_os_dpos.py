@@ -1,4 +1,4 @@
-from dpro.graph.cluster import Cluster, Line, Device
+from dpro.graph.cluster import Cluster, Device, Line
 from dpro.graph.graph import OpKind
 from dpro.graph.tasks import Tasks, TasksBuilder
 from dpro.passes.replicate import LAUNCH_NS

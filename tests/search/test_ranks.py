@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from dpro.errors import DproError
@@ -11,8 +12,6 @@ from dpro.search.ranks import (
     weights,
 )
 from tests.search.task_graphs import cluster, heft_example, tasks_of
-
-import numpy as np
 
 
 def test_the_upward_ranks_of_hefts_example_are_those_that_the_paper_prints() -> None:
@@ -56,5 +55,5 @@ def test_a_priority_puts_each_task_after_what_it_reads_from_even_where_neither_t
 
 def test_tasks_that_wait_for_themselves_are_named() -> None:
     tasks = tasks_of({"a": 1, "b": 1, "c": 1}, [("b", "c", 0), ("c", "b", 0)])
-    with pytest.raises(DproError, match="2 tasks wait for themselves.*'b'"):
+    with pytest.raises(DproError, match=r"2 tasks wait for themselves.*'b'"):
         topological(tasks)

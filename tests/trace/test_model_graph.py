@@ -11,13 +11,20 @@ from dpro.trace.model_graph import ModelGraph, Role, read
 GRAPHS = Path(__file__).resolve().parents[3] / "shared" / "graphs"
 needs_graphs = pytest.mark.skipif(not GRAPHS.exists(), reason="public graphs (../shared/graphs) are not here")
 
-LAYERS = """\
-node1 -- Input -- forward_compute_time=5.000, backward_compute_time=0.000, activation_size=0.000, parameter_size=0.000
-node2 -- Conv2d(3, 8, kernel_size=(3, 3)) -- forward_compute_time=1.500, backward_compute_time=2.500, activation_size=4000.000, parameter_size=1000.000
-node3 -- Split() -- forward_compute_time=0.250, backward_compute_time=0.500, activation_size=[100.0; 200.0], parameter_size=0.000
-\tnode1 -- node2
-\tnode2 -- node3
-"""
+
+def layer(name: str, words: str, forward_ms: float, backward_ms: float, activation: str, parameters: float) -> str:
+    return (
+        f"{name} -- {words} -- forward_compute_time={forward_ms:.3f}, backward_compute_time={backward_ms:.3f}, "
+        f"activation_size={activation}, parameter_size={parameters:.3f}\n"
+    )
+
+
+LAYERS = (
+    layer("node1", "Input", 5.0, 0.0, "0.000", 0.0)
+    + layer("node2", "Conv2d(3, 8, kernel_size=(3, 3))", 1.5, 2.5, "4000.000", 1000.0)
+    + layer("node3", "Split()", 0.25, 0.5, "[100.0; 200.0]", 0.0)
+    + "\tnode1 -- node2\n\tnode2 -- node3\n"
+)
 
 
 def written(tmp_path: Path, text: str, name: str = "net.graph.txt") -> Path:
@@ -67,14 +74,16 @@ def operators() -> dict[str, Any]:
 
     return {
         "nodes": [
-            node(1, "W", 0.0, 64.0), node(2, "Block/MatMul_3", 1.0, 9.0), node(3, "Block_Grad/MatMulGrad_0", 2.0, 0.0, True),
+            node(1, "W", 0.0, 64.0),
+            node(2, "Block/MatMul_3", 1.0, 9.0),
+            node(3, "Block_Grad/MatMulGrad_0", 2.0, 0.0, True),
             node(4, "SGDOptimizer_W", 0.5, 0.0, True),
         ],
         "edges": [
-            {"sourceId": 1, "destId": 2, "size": 64.0, "cost": 9.9}, {"sourceId": 2, "destId": 3, "size": 8.0, "cost": 9.9},
-            {"sourceId": 3, "destId": 4, "size": 64.0, "cost": 9.9}, {"sourceId": 1, "destId": 4, "size": 64.0, "cost": 9.9},
+            {"sourceId": source, "destId": reader, "size": nbytes, "cost": 9.9}
+            for source, reader, nbytes in [(1, 2, 64.0), (2, 3, 8.0), (3, 4, 64.0), (1, 4, 64.0)]
         ],
-    }  # fmt: skip
+    }
 
 
 def test_operators_have_roles_by_what_they_are(tmp_path: Path) -> None:
@@ -181,7 +190,9 @@ def test_public_operators() -> None:
     raw = json.loads((GRAPHS / "dnn_partitioning" / "operator_bert_l-3_training.json").read_text())
     model = read(GRAPHS / "dnn_partitioning" / "operator_bert_l-3_training.json")
     assert len(model.ops) == len(raw["nodes"])
-    assert sum(op.time_ns for op in model.ops) == pytest.approx(1e6 * sum(n["fpgaLatency"] for n in raw["nodes"]), rel=1e-6)
+    assert sum(op.time_ns for op in model.ops) == pytest.approx(
+        1e6 * sum(n["fpgaLatency"] for n in raw["nodes"]), rel=1e-6
+    )
     assert all(
         model.ops[op.partner].role is Role.VARIABLE for op in model.ops if op.role is Role.UPDATE and op.partner >= 0
     )

@@ -59,9 +59,7 @@ class Costs:
         for pair, some in samples.items():
             line, before = fit_line(some), self.lines.get(pair)
             if before is not None:
-                line = Line(
-                    (line.latency_ns + before.latency_ns) / 2, (line.ns_per_byte + before.ns_per_byte) / 2
-                )
+                line = Line((line.latency_ns + before.latency_ns) / 2, (line.ns_per_byte + before.ns_per_byte) / 2)
             self.lines[pair] = line
         off = np.abs(new - old)[known].sum() + new[~known].sum()
         return float(off / max(1, new.sum()))

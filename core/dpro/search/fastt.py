@@ -122,14 +122,14 @@ def search_plans(tasks: Tasks, cluster: Cluster) -> list[Plan]:
     if REPLICA in tasks.info:
         descent.start(_data_parallel(tasks, cluster))
     best = min(plans, key=lambda plan: worth(plan.judged, cluster))
-    if best.splits:
-        descent = Descent(Problem(best.tasks, cluster), descent.left)
-        descent.start(best.device, best.priority)
-    descent.moves()
-    if descent.best is not None:
-        found = descent.best
-        made = best if best.splits else plans[0]
-        plans.append(Plan(DESCENT, made.tasks, found.device, found.priority, found.judged, best.splits))
+    descents = [(descent, tasks, best.splits[:0])]
+    if best.splits:  # what was cut has tasks that the others lack
+        descents.append((Descent(Problem(best.tasks, cluster), descent.left), best.tasks, best.splits))
+        descents[-1][0].start(best.device, best.priority)
+    for one, whose, splits in descents:
+        one.moves()
+        if one.best is not None:
+            plans.append(Plan(DESCENT, whose, one.best.device, one.best.priority, one.best.judged, splits))
     return plans
 
 
@@ -187,7 +187,8 @@ def _plan(
 
 
 def _best(plans: list[Plan], cluster: Cluster, begin: float) -> Result:
-    best = min(plans, key=lambda plan: worth(plan.judged, cluster))  # of equals the first: a baseline before what is more work
+    # of equals the first: a baseline before what is more work
+    best = min(plans, key=lambda plan: worth(plan.judged, cluster))
     tried: dict[str, float | None] = {}
     for plan in plans:
         now = plan.makespan_ns / 1e6 if plan.judged.fits else None

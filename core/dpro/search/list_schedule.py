@@ -248,9 +248,7 @@ def path_devices(problem: Problem, path: Sequence[int], room: float = 1.0) -> di
     left = list(path)
     while left:
         taken = [_taken(problem, left, free[d]) for d in range(len(problem.cluster))]
-        means = [
-            problem.times_ns[left[:count], d].mean() if count else np.inf for d, (count, _) in enumerate(taken)
-        ]
+        means = [problem.times_ns[left[:count], d].mean() if count else np.inf for d, (count, _) in enumerate(taken)]
         best = int(np.argmin(means))
         count, nbytes = taken[best]
         if not count:

@@ -104,7 +104,7 @@ def topological(tasks: Tasks) -> Order:
     order, count = _native.topological(begin, reader)
     if count < len(tasks):
         stuck = np.setdiff1d(np.arange(len(tasks)), order[:count])
-        raise DproError(f"{len(stuck)} tasks wait for themselves or such: {tasks.names[stuck[0]]!r} among them")
+        raise DproError(f"{len(stuck)} tasks wait for themselves, {tasks.names[stuck[0]]!r} among them")
     return Order(order, begin, reader, use)
 
 
