@@ -91,10 +91,14 @@ def fastt(model: ModelGraph, cluster: Cluster, *, batch: float = 1.0, replicas: 
     return _best(plans, cluster, begin)
 
 
-def place(tasks: Tasks, cluster: Cluster) -> Result:
-    """:func:`fastt` for tasks as they are. Without replicas, the baseline is one device."""
+def place(tasks: Tasks, cluster: Cluster, *, splits: bool = True) -> Result:
+    """:func:`fastt` for tasks as they are. Without replicas, the baseline is one device.
+
+    Args:
+        splits: tasks may be cut into parts.
+    """
     begin = time.perf_counter()
-    return _best(start_plans(tasks, tasks, cluster) + search_plans(tasks, cluster), cluster, begin)
+    return _best(start_plans(tasks, tasks, cluster) + search_plans(tasks, cluster, splits=splits), cluster, begin)
 
 
 def start_plans(tasks: Tasks, whole: Tasks, cluster: Cluster) -> list[Plan]:
@@ -109,11 +113,10 @@ def start_plans(tasks: Tasks, whole: Tasks, cluster: Cluster) -> list[Plan]:
     return [*plans, min(alone, key=lambda plan: worth(plan.judged, cluster))]
 
 
-def search_plans(tasks: Tasks, cluster: Cluster) -> list[Plan]:
+def search_plans(tasks: Tasks, cluster: Cluster, *, splits: bool = True) -> list[Plan]:
     """Every algorithm's plan for ``tasks``, and what a descent from them finds."""
     problem = Problem(tasks, cluster)
-    plans = [published_plan(name, problem) for name in PUBLISHED]
-    plans += [published_plan(name, problem) for name in ONE_PASS]
+    plans = [published_plan(name, problem) for name in (*PUBLISHED, *ONE_PASS) if splits or "OS-DPOS" not in name]
     descent = Descent(problem)
     plans.append(aware_plan(problem, descent))
     for plan in plans:
@@ -126,10 +129,10 @@ def search_plans(tasks: Tasks, cluster: Cluster) -> list[Plan]:
     if best.splits:  # what was cut has tasks that the others lack
         descents.append((Descent(Problem(best.tasks, cluster), descent.left), best.tasks, best.splits))
         descents[-1][0].start(best.device, best.priority)
-    for one, whose, splits in descents:
+    for one, whose, cuts in descents:
         one.moves()
         if one.best is not None:
-            plans.append(Plan(DESCENT, whose, one.best.device, one.best.priority, one.best.judged, splits))
+            plans.append(Plan(DESCENT, whose, one.best.device, one.best.priority, one.best.judged, cuts))
     return plans
 
 
