@@ -66,6 +66,58 @@ class Delta:
     makespan: int
     looked_at: int
 
+def topological(begin: npt.NDArray[np.int64], reader: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], int]:
+    """Tasks, each after what it reads from, and how many could be ordered. ``reader[begin[i]:begin[i+1]]`` read of i.
+
+    Raises:
+        ValueError: an index is out of range.
+    """
+
+def upward_rank(
+    begin: npt.NDArray[np.int64],
+    reader: npt.NDArray[np.int32],
+    order: npt.NDArray[np.int32],
+    task_ns: npt.NDArray[np.int64],
+    use_ns: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """[tasks] the longest way from the begin of each task to the end; ``use_ns`` belongs to ``reader``."""
+
+def downward_rank(
+    begin: npt.NDArray[np.int64],
+    reader: npt.NDArray[np.int32],
+    order: npt.NDArray[np.int32],
+    task_ns: npt.NDArray[np.int64],
+    use_ns: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """[tasks] the longest way to the begin of each task."""
+
+def schedule(
+    order: npt.NDArray[np.int32],
+    time: npt.NDArray[np.int64],
+    need: npt.NDArray[np.int64],
+    together: npt.NDArray[np.int32],
+    pinned: npt.NDArray[np.int32],
+    read_begin: npt.NDArray[np.int64],
+    read: npt.NDArray[np.int32],
+    producer: npt.NDArray[np.int32],
+    taken: npt.NDArray[np.int64],
+    line: npt.NDArray[np.int32],
+    link: npt.NDArray[np.int32],
+    capacity: npt.NDArray[np.int64],
+    preference: npt.NDArray[np.int32],
+    links: int,
+    groups: int,
+    insertion: bool,
+    contention: bool,
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], bool]:
+    """Device, start, end [tasks] of every task, transfers [sent, 4] (tensor, device, start, end), and whether all
+    found room. The arrays are those of ``ScheduleInput`` in core/native/schedule.hpp.
+
+    Raises:
+        ValueError: lengths disagree, an index is out of range, or the order puts a task before one it reads from.
+        TypeError: an array has another dtype than named, or is not contiguous.
+    """
+
 def wire_unsupported() -> str:
     """Empty where the wire can be traced, else why not."""
 

@@ -12,7 +12,8 @@
 
 namespace py = pybind11;
 
-void bind_wire(py::module_& module);  // wire_module.cpp
+void bind_schedule(py::module_& module);  // schedule_module.cpp
+void bind_wire(py::module_& module);      // wire_module.cpp
 
 namespace {
 
@@ -95,7 +96,7 @@ py::tuple times(const dpro::Delta& base) {
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
-    module.doc() = "dpro's native core: the replay engine and the wire tracer.";
+    module.doc() = "dpro's native core: the replay engine, list scheduling and the wire tracer.";
     // noconvert: a wrong dtype or layout is an error of the caller, never a silent copy.
     module.def("replay", &replay, py::arg("resource").noconvert(), py::arg("duration").noconvert(),
                py::arg("gap").noconvert(), py::arg("priority").noconvert(), py::arg("indptr").noconvert(),
@@ -113,5 +114,6 @@ PYBIND11_MODULE(_native, module) {
         .def("times", &times, "Rows that may differ from the base, with start, end and cause of each.")
         .def_property_readonly("makespan", &dpro::Delta::makespan)
         .def_property_readonly("looked_at", &dpro::Delta::looked_at);
+    bind_schedule(module);
     bind_wire(module);
 }

@@ -250,3 +250,11 @@ def test_many_at_once_are_as_one_by_one() -> None:
         many.add_edges(np.array([[0, 7]]))
     many.undo(mark)
     assert (len(many), len(many.edges())) == (1, 0)
+
+
+def test_many_names_are_numbered_as_one_by_one() -> None:
+    graph = Graph()
+    graph.name("b")
+    assert graph.numbers(["a", "b", "a", "c"]).tolist() == [1, 0, 1, 2]
+    assert [graph.name(name) for name in "abc"] == [1, 0, 2]
+    assert graph.name_table == ["b", "a", "c"]

@@ -113,9 +113,10 @@ class Cluster:
 
     def times_ns(self, types: Sequence[str], time_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[ops, devices]: what ops of these types, of ``time_ns`` [ops] on the reference, take on each device."""
-        kinds, number = np.unique(np.array([*types, DEFAULT]), return_inverse=True)
-        speed = np.array([[self.speed(d, str(kind)) for d in range(len(self))] for kind in kinds])
-        times: npt.NDArray[np.int64] = np.rint(time_ns[:, None] / speed[number[:-1]]).astype(np.int64)
+        number = {kind: i for i, kind in enumerate(dict.fromkeys([*types, DEFAULT]))}
+        speed = np.array([[self.speed(d, kind) for d in range(len(self))] for kind in number])
+        each = np.fromiter((number[kind] for kind in types), np.int64, len(types))
+        times: npt.NDArray[np.int64] = np.rint(time_ns[:, None] / speed[each]).astype(np.int64)
         return times
 
     def transfer_ns(self, nbytes: int, source: int, destination: int) -> int:

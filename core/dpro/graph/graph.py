@@ -7,6 +7,7 @@ search tries thousands of edits on one graph without copying it. networkx is for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,15 @@ class Graph:
             self._names[name] = len(self.name_table)
             self.name_table.append(name)
         return self._names[name]
+
+    def numbers(self, names: Sequence[str]) -> npt.NDArray[np.int32]:
+        """:meth:`name` of each."""
+        known, table = self._names, self.name_table
+        for name in names:
+            if name not in known:
+                known[name] = len(table)
+                table.append(name)
+        return np.fromiter((known[name] for name in names), np.int32, len(names))
 
     def add_op(
         self,

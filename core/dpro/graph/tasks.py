@@ -151,8 +151,9 @@ def lower(tasks: Tasks, device: Ints, cluster: Cluster, priority: Ints | None = 
     urgent = np.zeros(n, np.int64) if priority is None else priority
     resource = np.where(device == CHANNEL, channel, lanes[on])
     resource = np.where(duration == 0, NO_RESOURCE, resource)
-    number = np.array([graph.name(name) for name in tasks.names], dtype=np.int32)
-    graph.add_ops(number, tasks.kind, n, resource=resource, duration=duration, priority=urgent, rank=on)
+    graph.add_ops(
+        graph.numbers(tasks.names), tasks.kind, n, resource=resource, duration=duration, priority=urgent, rank=on
+    )
 
     src, dst, _ = tasks.edges()
     away = (device[src] != device[dst]) & (device[src] != CHANNEL) & (device[dst] != CHANNEL)
