@@ -113,10 +113,23 @@ class Cluster:
 
     def times_ns(self, types: Sequence[str], time_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[ops, devices]: what ops of these types, of ``time_ns`` [ops] on the reference, take on each device."""
-        kinds, number = np.unique(np.array([*types, DEFAULT]), return_inverse=True)
-        speed = np.array([[self.speed(d, str(kind)) for d in range(len(self))] for kind in kinds])
-        times: npt.NDArray[np.int64] = np.rint(time_ns[:, None] / speed[number[:-1]]).astype(np.int64)
+        speed, number = self._speeds_of(types)
+        times: npt.NDArray[np.int64] = np.rint(time_ns[:, None] / speed[number]).astype(np.int64)
         return times
+
+    def time_on_ns(
+        self, types: Sequence[str], time_ns: npt.NDArray[np.int64], device: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """[ops]: as :meth:`times_ns`, each on its ``device`` [ops]."""
+        speed, number = self._speeds_of(types)
+        times: npt.NDArray[np.int64] = np.rint(time_ns / speed[number, device]).astype(np.int64)
+        return times
+
+    def _speeds_of(self, types: Sequence[str]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """[kinds, devices], and [ops] the kind of each."""
+        kinds: dict[str, int] = {DEFAULT: 0}
+        number = np.array([kinds.setdefault(kind, len(kinds)) for kind in types], dtype=np.int64)
+        return np.array([[self.speed(d, kind) for d in range(len(self))] for kind in kinds]), number
 
     def transfer_ns(self, nbytes: int, source: int, destination: int) -> int:
         """0 on one device."""

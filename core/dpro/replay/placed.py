@@ -32,7 +32,7 @@ class Judged:
 
 
 def judge(tasks: Tasks, device: Ints, cluster: Cluster, priority: Ints | None = None) -> Judged:
-    """Replay ``tasks`` [n] on ``device`` [n], by ``priority`` [n] (None: first come, first served).
+    """Replay ``tasks`` [n] on ``device`` [n], by ``priority`` (None: first come, first served; see :func:`lower`).
 
     Raises:
         CycleError: some tasks wait for themselves.

@@ -1,0 +1,334 @@
+"""A model's step spread over devices, each op in a form of its own: HeteroG's compiler (CoNEXT 2020, section 3).
+
+Knows ops, forms and what must stand between two of them; not which forms are good. An op's *form* says on which devices
+it runs, and whether each of them has the whole batch (Full) or a share of it (Part). Where a tensor's producer and its
+reader differ, Split, Concat and AddN are put in (:mod:`dpro.passes.conversions`); a variable's gradient is summed on
+one device that holds the variable (a parameter server), or by a collective between copies of it. Everything is done for
+all ops of equal forms at once, so that a search can compile thousands of strategies.
+
+Source: the form semantics of HeteroG's released compiler, as told in ``fastt_heterog_disco.md`` section 2.6. As there,
+Split, Concat and AddN take no time of their own. Replicas of one device are added up there before their sum is sent, to
+a parameter server as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dpro.graph.cluster import Cluster
+from dpro.graph.graph import OpKind
+from dpro.graph.tasks import Ints, Tasks
+from dpro.passes.conversions import Conversion, Mode, conversion
+from dpro.passes.replicate import KIND, LAUNCH_NS, REPLICA
+from dpro.passes.servers import Servers
+from dpro.trace.model_graph import ModelGraph, Role
+
+Bools = npt.NDArray[np.bool_]
+#: In :attr:`Tasks.info`: [tensors] the model's tensor that each one is, or is a part or a sum of.
+MODEL_TENSOR = "model_tensor"
+
+
+@dataclass(frozen=True)
+class Form:
+    """``devices``: one for each replica, in ascending order; of a Full form each once, of a Part form at least two.
+
+    Replica k of n of a Part form has the rows from ``k / n`` to ``(k + 1) / n`` of the batch.
+
+    Raises:
+        ValueError: the devices are no such list.
+    """
+
+    devices: tuple[int, ...]
+    part: bool
+
+    def __post_init__(self) -> None:
+        if not self.devices or min(self.devices) < 0 or list(self.devices) != sorted(self.devices):
+            raise ValueError(f"{self.devices}: devices, in ascending order, at least one")
+        if self.part and len(self.devices) < 2:
+            raise ValueError("a batch is parted between at least two replicas")
+        if not self.part and len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"{self.devices}: two full copies on one device")
+
+    @classmethod
+    def full(cls, *devices: int) -> Form:
+        """The whole batch on each of these."""
+        return cls(tuple(sorted(devices)), False)
+
+    @classmethod
+    def parted(cls, *devices: int) -> Form:
+        """A replica for each mention of a device, with an even share of the batch; one alone is full."""
+        return cls(tuple(sorted(devices)), len(devices) > 1)
+
+    @property
+    def distinct(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self.devices)))
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """``form`` [ops]: of each op its place in ``forms``. ``all_reduce`` [ops]: read of variables alone.
+
+    The form of a variable says where it may be: on one of those devices, or, ``all_reduce``, on each; that takes that
+    what makes its gradients has the same devices, else it is on one. Updates are where their variable is.
+    """
+
+    forms: tuple[Form, ...]
+    form: Ints
+    all_reduce: Bools
+
+
+class FormCompiler:
+    """Compiles strategies for one model on one cluster.
+
+    Args:
+        batch: of the model's batch.
+
+    Raises:
+        ValueError: no batch.
+    """
+
+    def __init__(self, model: ModelGraph, cluster: Cluster, batch: float = 1.0) -> None:
+        if batch <= 0:
+            raise ValueError("some of the batch")
+        self.model, self.cluster, self.batch = model, cluster, batch
+        ops = model.ops
+        self.role = np.array([op.role for op in ops], dtype=np.int64)
+        self._kind = np.array([KIND[op.role] for op in ops], dtype=np.uint8)
+        self._time_ns = np.array([op.time_ns for op in ops], dtype=np.int64)
+        self._kept = np.array([op.kept_bytes for op in ops], dtype=np.int64)
+        self._names = np.array([op.name for op in ops], dtype=object)
+        self._types = np.array([op.type for op in ops], dtype=object)
+        self._shared = ~np.isin(self.role, (Role.VARIABLE, Role.UPDATE))
+        self._producer = np.array([t.producer for t in model.tensors], dtype=np.int64)
+        self._nbytes = np.array([t.nbytes for t in model.tensors], dtype=np.int64)
+        self._batched = np.array([t.batched for t in model.tensors], dtype=bool)
+        readers = [len(t.consumers) for t in model.tensors]
+        self._use_tensor = np.repeat(np.arange(len(readers)), readers)
+        self._use_op = np.array([c for t in model.tensors for c in t.consumers], dtype=np.int64)
+        partner = np.array([op.partner for op in ops], dtype=np.int64)
+        #: [ops] of a variable and of what updates it the variable, else -1
+        self._variable = np.where(self.role == Role.UPDATE, partner, -1)
+        self._variable[self.role == Role.VARIABLE] = np.flatnonzero(self.role == Role.VARIABLE)
+        # gradients: what an update reads that is not the variable itself
+        by = self._producer[self._use_tensor]
+        to_update = (self.role[self._use_op] == Role.UPDATE) & (self.role[by] != Role.VARIABLE)
+        to_update &= ~self._batched[self._use_tensor] & (self._variable[self._use_op] >= 0)
+        self._to_update = to_update
+        self._grad_by, self._grad_of = by[to_update], self._variable[self._use_op[to_update]]
+        self._trained = np.zeros(len(ops), dtype=bool)
+        self._trained[self._grad_of] = True
+        self._servers = Servers(cluster, self._gradients())
+        self._table: list[Form] = []
+        self._number: dict[Form, int] = {}
+        self._conversions: dict[int, Conversion] = {}
+        self._all_reduce_ns: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._replica_names: dict[int, list[str]] = {}
+
+    def _gradients(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """(variable, bytes of its gradients, who makes or reads it), in the order in which gradients are made."""
+        touch: dict[int, set[int]] = {}
+        nbytes: dict[int, int] = {}
+        for use in np.flatnonzero(self._to_update).tolist():
+            tensor, variable = int(self._use_tensor[use]), int(self._variable[self._use_op[use]])
+            nbytes[variable] = nbytes.get(variable, 0) + int(self._nbytes[tensor])
+            touch.setdefault(variable, set()).add(int(self._producer[tensor]))
+        last = {variable: max(by) for variable, by in touch.items()}
+        for tensor, op in zip(self._use_tensor.tolist(), self._use_op.tolist(), strict=True):
+            if self._producer[tensor] in touch and self.role[op] != Role.UPDATE:
+                touch[int(self._producer[tensor])].add(op)
+        return [(v, nbytes[v], tuple(sorted(touch[v]))) for v in sorted(last, key=lambda v: (last[v], v))]
+
+    def _numbers(self, forms: Iterable[Form]) -> Ints:
+        """Places of forms in the compiler's own table."""
+        out = []
+        for form in forms:
+            if form not in self._number:
+                if form.devices[-1] >= len(self.cluster):
+                    raise ValueError(f"{form.devices}: the cluster has {len(self.cluster)} devices")
+                self._number[form] = len(self._table)
+                self._table.append(form)
+            out.append(self._number[form])
+        return np.array(out, dtype=np.int64)
+
+    def _resolved(self, strategy: Strategy) -> tuple[Ints, Bools]:
+        """[ops] the form in which each is compiled, of variables and updates too; and whether the op is a variable with
+        copies that a collective keeps alike, or its update.
+        """
+        form = self._numbers(strategy.forms)[strategy.form]
+        every = range(len(self._table))
+        spread = self._numbers([Form.full(*self._table[i].distinct) for i in every])
+        devices = np.array([[d in self._table[i].devices for d in range(len(self.cluster))] for i in every])
+        lists = {devices: i for i, devices in enumerate(dict.fromkeys(self._table[i].devices for i in every))}
+        multiset = np.array([lists[self._table[i].devices] for i in every])
+        alike = np.ones(len(form), dtype=bool)
+        np.logical_and.at(alike, self._grad_of, multiset[form[self._grad_by]] == multiset[form[self._grad_of]])
+        variable = self.role == Role.VARIABLE
+        several = np.array([len(self._table[i].distinct) > 1 for i in every])[form]
+        copied = variable & several & np.where(self._trained, alike & strategy.all_reduce, True)
+        resolved = form.copy()
+        resolved[copied] = spread[form[copied]]
+        alone = np.flatnonzero(variable & ~copied)
+        at = self._servers.choose(form, devices, variable & ~copied)
+        resolved[alone] = self._numbers(Form.full(d) for d in range(len(self.cluster)))[at[alone]]
+        updates = np.flatnonzero((self.role == Role.UPDATE) & (self._variable >= 0))
+        resolved[updates] = resolved[self._variable[updates]]
+        copied[updates] = copied[self._variable[updates]]
+        return resolved, copied
+
+    def compile(self, strategy: Strategy) -> tuple[Tasks, Ints]:
+        """The tasks, and [tasks] the device of each.
+
+        ``tasks.info``: ``replica`` [tasks] the replica that each is, -1 for what was put in; :data:`MODEL_TENSOR`.
+
+        Raises:
+            ValueError: a device that the cluster has not.
+        """
+        form, copied = self._resolved(strategy)
+        placed = [np.array(f.devices, dtype=np.int64) for f in self._table]
+        count = np.array([len(d) for d in placed])[form]
+        share = self.batch / np.where(np.array([f.part for f in self._table])[form], count, 1)
+        share = np.where(self._shared, share, 1.0)
+        base = np.concatenate([[0], np.cumsum(count)])
+        op = np.repeat(np.arange(len(form)), count)
+        cut = (share != 1.0) & (self._time_ns > 0)
+        time_ns = np.where(cut, np.rint(self._time_ns * share).astype(np.int64) + LAUNCH_NS, self._time_ns)
+        device = np.concatenate([placed[f] for f in form.tolist()]) if len(form) else np.zeros(0, np.int64)
+
+        made = count[self._producer]
+        first = np.concatenate([[0], np.cumsum(made)])
+        whole = np.where(self._batched, np.rint(self._nbytes * self.batch).astype(np.int64), self._nbytes)
+        one = np.where(self._batched, np.rint(self._nbytes * share[self._producer]).astype(np.int64), self._nbytes)
+        model_tensor = np.repeat(np.arange(len(made)), made)
+        grown = _Grown(len(op), len(model_tensor))
+        grown.tensor(base[self._producer[model_tensor]] + _within(made), one[model_tensor], model_tensor)
+        self._convert(grown, form, copied, base, first, whole)
+        put_in = np.concatenate(grown.origin) if grown.origin else np.zeros(0, np.int64)
+        zeros = np.zeros(len(put_in), np.int64)
+        names = [*self._named(count), *grown.names]
+        tasks = Tasks(
+            names, [*self._types[op].tolist(), *grown.types],
+            np.concatenate([self._kind[op], _column(grown.kind, np.uint8)]),
+            np.concatenate([time_ns[op], _column(grown.time_ns)]), np.concatenate([self._kept[op], zeros]),
+            np.full(len(names), -1, np.int64), np.concatenate([op, zeros - 1]),
+            _column(grown.tensor_of), _column(grown.tensor_bytes), _column(grown.use_tensor), _column(grown.use_task),
+        )  # fmt: skip
+        tasks.info[REPLICA] = np.concatenate([_within(count), zeros - 1])
+        tasks.info[MODEL_TENSOR] = _column(grown.model_tensor)
+        return tasks, np.concatenate([device, _column(grown.device)])
+
+    def _convert(self, grown: _Grown, form: Ints, copied: Bools, base: Ints, first: Ints, whole: Ints) -> None:
+        """Every use of a tensor, through what must stand between its producer's form and its reader's."""
+        by, to = form[self._producer[self._use_tensor]], form[self._use_op]
+        mode = np.where(self._batched[self._use_tensor], Mode.ROWS, Mode.SUM)
+        mode[self._to_update & copied[self._use_op]] = Mode.COLLECTIVE
+        forms = len(self._table)
+        codes = (by * forms + to) * len(Mode) + mode
+        for code in np.unique(codes).tolist():
+            uses = np.flatnonzero(codes == code)
+            pair, kind = divmod(code, len(Mode))
+            source, target = self._table[pair // forms], self._table[pair % forms]
+            key = (self._number[source] << 32 | self._number[target]) * len(Mode) + kind
+            if key not in self._conversions:
+                self._conversions[key] = conversion(
+                    source.devices, source.part, target.devices, target.part, Mode(kind)
+                )
+            made = self._conversions[key]
+            tensors, which = np.unique(self._use_tensor[uses], return_inverse=True)
+            times = None
+            if made.collective >= 0:
+                times = [self._collective_ns(int(self._nbytes[t]), source.distinct) for t in tensors]
+            producers = self._names[self._producer[tensors]].tolist()
+            new = grown.insert(made, first[tensors], whole[tensors], tensors, producers, times)
+            read = np.where(made.read >= 0, first[tensors][:, None] + made.read, new[:, None] + ~made.read)[
+                which.ravel()
+            ]
+            task = base[self._use_op[uses]][:, None] + np.arange(read.shape[1])
+            grown.use_tensor.append(read.ravel())
+            grown.use_task.append(task.ravel())
+
+    def _collective_ns(self, nbytes: int, devices: tuple[int, ...]) -> int:
+        key = nbytes, devices
+        if key not in self._all_reduce_ns:
+            self._all_reduce_ns[key] = self.cluster.all_reduce_ns(nbytes, devices)
+        return self._all_reduce_ns[key]
+
+    def _named(self, count: Ints) -> list[str]:
+        """``conv1@0`` …; made once for each op and number of replicas."""
+        out: list[str] = []
+        for op, n in enumerate(count.tolist()):
+            if n == 1:
+                out.append(self._names[op])
+                continue
+            key = n * len(count) + op
+            if key not in self._replica_names:
+                self._replica_names[key] = [f"{self._names[op]}@{k}" for k in range(n)]
+            out += self._replica_names[key]
+        return out
+
+
+class _Grown:
+    """Columns that grow by blocks: what is put in, all tensors, all uses."""
+
+    def __init__(self, tasks: int, tensors: int) -> None:
+        self.tasks, self.tensors = tasks, 0
+        self.names: list[str] = []
+        self.types: list[str] = []
+        self.kind: list[Ints] = []
+        self.time_ns: list[Ints] = []
+        self.device: list[Ints] = []
+        self.origin: list[Ints] = []
+        self.tensor_of: list[Ints] = []
+        self.tensor_bytes: list[Ints] = []
+        self.model_tensor: list[Ints] = []
+        self.use_tensor: list[Ints] = []
+        self.use_task: list[Ints] = []
+
+    def tensor(self, producer: Ints, nbytes: Ints, of: Ints) -> None:
+        self.tensor_of.append(producer)
+        self.tensor_bytes.append(nbytes)
+        self.model_tensor.append(of)
+        self.tensors += len(producer)
+
+    def insert(
+        self, made: Conversion, first: Ints, whole: Ints, of: Ints, producers: Sequence[str], times: list[int] | None
+    ) -> Ints:
+        """``made`` once for each of k tensors whose first replica's is ``first``; [k] the first new tensor of each."""
+        k, q, r = len(first), len(made.device), len(made.maker)
+        task0 = self.tasks + q * np.arange(k)
+        tensor0 = self.tensors + r * np.arange(k)
+        if not q:
+            return tensor0
+        self.tasks += q * k
+        self.names += [f"{name}/{kind}" for name in producers for kind in made.types]
+        self.types += list(made.types) * k
+        kinds = np.full((k, q), OpKind.LOCAL)
+        time_ns = np.zeros((k, q), np.int64)
+        if times is not None:
+            kinds[:, made.collective], time_ns[:, made.collective] = OpKind.COLLECTIVE, times
+        self.kind.append(kinds.ravel())
+        self.time_ns.append(time_ns.ravel())
+        self.device.append(np.tile(made.device, k))
+        self.origin.append(np.full(k * q, -1))
+        self.tensor(
+            (task0[:, None] + made.maker).ravel(),
+            np.rint(whole[:, None] * made.fraction).astype(np.int64).ravel(),
+            np.repeat(of, r),
+        )
+        source = np.where(made.source >= 0, first[:, None] + made.source, tensor0[:, None] + ~made.source)
+        self.use_tensor.append(source.ravel())
+        self.use_task.append((task0[:, None] + made.reader).ravel())
+        return tensor0
+
+
+def _within(count: Ints) -> Ints:
+    """0 … n - 1 for each n of ``count``."""
+    out: Ints = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    return out
+
+
+def _column(blocks: list[Ints], dtype: npt.DTypeLike = np.int64) -> npt.NDArray[np.int64]:
+    return np.concatenate(blocks).astype(dtype) if blocks else np.zeros(0, dtype)
