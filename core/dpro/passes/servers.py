@@ -58,7 +58,8 @@ class Servers:
                 at[variable] = paths.candidates[0]
                 continue
             after = np.where(paths.used, load + paths.latency_ns + paths.ns_per_byte * nbytes, 0.0)
-            best = int(after.max(axis=1).argmin())
+            # of equals the one that the other links are freest for
+            best = int(np.lexsort((np.rint(after.sum(axis=1)), np.rint(after.max(axis=1))))[0])
             at[variable] = paths.candidates[best]
             load = np.maximum(load, after[best])
         return at
