@@ -127,8 +127,8 @@ class Cluster:
 
     def _speeds_of(self, types: Sequence[str]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
         """[kinds, devices], and [ops] the kind of each."""
-        kinds: dict[str, int] = {DEFAULT: 0}
-        number = np.array([kinds.setdefault(kind, len(kinds)) for kind in types], dtype=np.int64)
+        kinds = {kind: i for i, kind in enumerate(dict.fromkeys([DEFAULT, *types]))}
+        number = np.fromiter(map(kinds.__getitem__, types), np.int64, len(types))
         return np.array([[self.speed(d, kind) for d in range(len(self))] for kind in kinds]), number
 
     def transfer_ns(self, nbytes: int, source: int, destination: int) -> int:

@@ -154,7 +154,8 @@ def lower(tasks: Tasks, device: Ints, cluster: Cluster, priority: Ints | None = 
     urgent = np.zeros(n, np.int64) if priority is None else priority[:n]
     resource = np.where(device == CHANNEL, channel, lanes[on])
     resource = np.where(duration == 0, NO_RESOURCE, resource)
-    number = np.array([graph.name(name) for name in tasks.names], dtype=np.int32)
+    table = {name: graph.name(name) for name in dict.fromkeys(tasks.names)}
+    number = np.fromiter(map(table.__getitem__, tasks.names), np.int32, n)
     graph.add_ops(number, tasks.kind, n, resource=resource, duration=duration, priority=urgent, rank=on)
 
     src, dst, _ = tasks.edges()

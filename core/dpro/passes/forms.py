@@ -13,7 +13,7 @@ a parameter server as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,7 +124,7 @@ class FormCompiler:
         self._servers = Servers(cluster, self._gradients())
         self._table: list[Form] = []
         self._number: dict[Form, int] = {}
-        self._conversions: dict[int, Conversion] = {}
+        self._conversions: dict[tuple[int, int, int], Conversion] = {}
         self._all_reduce_ns: dict[tuple[int, tuple[int, ...]], int] = {}
         self._replica_names: dict[int, list[str]] = {}
 
@@ -179,8 +179,8 @@ class FormCompiler:
         copied[updates] = copied[self._variable[updates]]
         return resolved, copied
 
-    def compile(self, strategy: Strategy) -> tuple[Tasks, Ints]:
-        """The tasks, and [tasks] the device of each.
+    def compile(self, strategy: Strategy, *, named: bool = True) -> tuple[Tasks, Ints]:
+        """The tasks, and [tasks] the device of each. A search that makes thousands has no use for their names.
 
         ``tasks.info``: ``replica`` [tasks] the replica that each is, -1 for what was put in; :data:`MODEL_TENSOR`.
 
@@ -203,12 +203,12 @@ class FormCompiler:
         whole = np.where(self._batched, np.rint(self._nbytes * self.batch).astype(np.int64), self._nbytes)
         one = np.where(self._batched, np.rint(self._nbytes * share[self._producer]).astype(np.int64), self._nbytes)
         model_tensor = np.repeat(np.arange(len(made)), made)
-        grown = _Grown(len(op), len(model_tensor))
+        grown = _Grown(len(op), named)
         grown.tensor(base[self._producer[model_tensor]] + _within(made), one[model_tensor], model_tensor)
         self._convert(grown, form, copied, base, first, whole)
         put_in = np.concatenate(grown.origin) if grown.origin else np.zeros(0, np.int64)
         zeros = np.zeros(len(put_in), np.int64)
-        names = [*self._named(count), *grown.names]
+        names = [*self._named(count), *grown.names] if named else [""] * (len(op) + len(put_in))
         tasks = Tasks(
             names, [*self._types[op].tolist(), *grown.types],
             np.concatenate([self._kind[op], _column(grown.kind, np.uint8)]),
@@ -227,25 +227,25 @@ class FormCompiler:
         mode[self._to_update & copied[self._use_op]] = Mode.COLLECTIVE
         forms = len(self._table)
         codes = (by * forms + to) * len(Mode) + mode
-        for code in np.unique(codes).tolist():
-            uses = np.flatnonzero(codes == code)
-            pair, kind = divmod(code, len(Mode))
-            source, target = self._table[pair // forms], self._table[pair % forms]
-            key = (self._number[source] << 32 | self._number[target]) * len(Mode) + kind
+        order = np.argsort(codes, kind="stable")
+        begins = np.flatnonzero(np.diff(codes[order], prepend=-1))
+        for uses in np.split(order, begins[1:]) if len(order) else ():
+            pair, kind = divmod(int(codes[uses[0]]), len(Mode))
+            key = pair // forms, pair % forms, kind
+            source, target = self._table[key[0]], self._table[key[1]]
             if key not in self._conversions:
                 self._conversions[key] = conversion(
                     source.devices, source.part, target.devices, target.part, Mode(kind)
                 )
             made = self._conversions[key]
-            tensors, which = np.unique(self._use_tensor[uses], return_inverse=True)
+            fresh = np.diff(self._use_tensor[uses], prepend=-1) != 0  # uses are in the order of their tensors
+            tensors, which = self._use_tensor[uses[fresh]], np.cumsum(fresh) - 1
             times = None
             if made.collective >= 0:
                 times = [self._collective_ns(int(self._nbytes[t]), source.distinct) for t in tensors]
-            producers = self._names[self._producer[tensors]].tolist()
+            producers = self._names[self._producer[tensors]]
             new = grown.insert(made, first[tensors], whole[tensors], tensors, producers, times)
-            read = np.where(made.read >= 0, first[tensors][:, None] + made.read, new[:, None] + ~made.read)[
-                which.ravel()
-            ]
+            read = np.where(made.read >= 0, first[tensors][:, None] + made.read, new[:, None] + ~made.read)[which]
             task = base[self._use_op[uses]][:, None] + np.arange(read.shape[1])
             grown.use_tensor.append(read.ravel())
             grown.use_task.append(task.ravel())
@@ -273,8 +273,8 @@ class FormCompiler:
 class _Grown:
     """Columns that grow by blocks: what is put in, all tensors, all uses."""
 
-    def __init__(self, tasks: int, tensors: int) -> None:
-        self.tasks, self.tensors = tasks, 0
+    def __init__(self, tasks: int, named: bool) -> None:
+        self.tasks, self.tensors, self.named = tasks, 0, named
         self.names: list[str] = []
         self.types: list[str] = []
         self.kind: list[Ints] = []
@@ -294,7 +294,7 @@ class _Grown:
         self.tensors += len(producer)
 
     def insert(
-        self, made: Conversion, first: Ints, whole: Ints, of: Ints, producers: Sequence[str], times: list[int] | None
+        self, made: Conversion, first: Ints, whole: Ints, of: Ints, producers: Iterable[str], times: list[int] | None
     ) -> Ints:
         """``made`` once for each of k tensors whose first replica's is ``first``; [k] the first new tensor of each."""
         k, q, r = len(first), len(made.device), len(made.maker)
@@ -303,7 +303,8 @@ class _Grown:
         if not q:
             return tensor0
         self.tasks += q * k
-        self.names += [f"{name}/{kind}" for name in producers for kind in made.types]
+        if self.named:
+            self.names += [f"{name}/{kind}" for name in producers for kind in made.types]
         self.types += list(made.types) * k
         kinds = np.full((k, q), OpKind.LOCAL)
         time_ns = np.zeros((k, q), np.int64)

@@ -17,6 +17,7 @@ from dpro.graph.cluster import Cluster
 from dpro.graph.tasks import Ints
 
 Floats = npt.NDArray[np.float64]
+_OTHERS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class _Paths:
     latency_ns: Floats
     ns_per_byte: Floats
     used: npt.NDArray[np.bool_]
+    links: int
 
 
 class Servers:
@@ -40,6 +42,7 @@ class Servers:
         self._cluster = cluster
         self._gradients = [(variable, nbytes, np.array(ops)) for variable, nbytes, ops in gradients]
         self._paths: dict[tuple[bytes, bytes], _Paths] = {}
+        self._known: dict[tuple[int, int, bytes], _Paths] = {}
 
     def choose(self, form: Ints, devices: npt.NDArray[np.bool_], alone: npt.NDArray[np.bool_]) -> Ints:
         """[ops] the device of each variable that is ``alone`` [ops]; of others the first one of its form.
@@ -52,14 +55,17 @@ class Servers:
         for variable, nbytes, ops in self._gradients:
             if not alone[variable]:
                 continue
-            mine, all_of_them = devices[form[variable]], devices[form[ops]].any(axis=0)
-            paths = self._paths_of(mine, all_of_them)
-            if not paths.used.any():
+            forms = form[ops]
+            key = variable, int(form[variable]), forms.tobytes()
+            paths = self._known.get(key)
+            if paths is None:
+                paths = self._known[key] = self._paths_of(devices[key[1]], devices[forms].any(axis=0))
+            if not paths.links:
                 at[variable] = paths.candidates[0]
                 continue
-            after = np.where(paths.used, load + paths.latency_ns + paths.ns_per_byte * nbytes, 0.0)
+            after = (load + paths.latency_ns + paths.ns_per_byte * nbytes) * paths.used
             # of equals the one that the other links are freest for
-            best = int(np.lexsort((np.rint(after.sum(axis=1)), np.rint(after.max(axis=1))))[0])
+            best = int((after.max(axis=1) + _OTHERS * after.sum(axis=1)).argmin())
             at[variable] = paths.candidates[best]
             load = np.maximum(load, after[best])
         return at
@@ -75,5 +81,6 @@ class Servers:
                     for a, b in ((other, d), (d, other)):
                         latency[row, cluster.link[a, b]] += cluster.latency_ns[a, b]
                         per_byte[row, cluster.link[a, b]] += cluster.ns_per_byte[a, b]
-            self._paths[key] = _Paths(candidates, latency, per_byte, (latency > 0) | (per_byte > 0))
+            used = (latency > 0) | (per_byte > 0)
+            self._paths[key] = _Paths(candidates, latency, per_byte, used, np.count_nonzero(used))
         return self._paths[key]

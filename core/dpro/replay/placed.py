@@ -76,6 +76,6 @@ def peak_bytes(placed: Placed, played: Replay, devices: int) -> npt.NDArray[np.i
             continue
         times = np.concatenate([made[mine], freed[mine]])
         change = np.concatenate([nbytes[mine], -nbytes[mine]])
-        order = np.lexsort((change, times))  # at one instant what ends is freed before what begins is made
+        order = np.argsort(2 * times + (change > 0))  # at one instant what ends is freed before what begins is made
         peak[d] += max(0, int(np.cumsum(change[order]).max()))
     return peak

@@ -1,7 +1,7 @@
 """What HeteroG decides, and what a decision is worth (CoNEXT 2020, sections 3 and 4).
 
 Knows a model, a cluster, groups of ops and the M + 4 actions of each: all of it on one of M devices, or data parallel
-with {one replica a device | replicas in proportion to the devices' speeds} x {parameter server | all-reduce}. A *choice*
+with {one replica a device | replicas in proportion to the devices' speeds} x {parameter server | all-reduce}. A choice
 is an action for each group; :class:`Space` compiles and replays it, in the order of upward ranks, memory counted.
 :mod:`dpro.search.mcts` and :mod:`dpro.search.agent` look for good ones.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpro.graph.cluster import Cluster
-from dpro.graph.tasks import Ints, Tasks, lower
+from dpro.graph.tasks import Ints, Placed, Tasks, lower
 from dpro.passes.forms import Form, FormCompiler, Strategy
 from dpro.replay.engine import replay_arrays
 from dpro.replay.placed import Judged, judge, peak_bytes
@@ -120,6 +120,16 @@ def actions(cluster: Cluster, model: ModelGraph) -> list[Action]:
     return out
 
 
+def _surely_fits(placed: Placed, limit: Ints) -> bool:
+    """Whether every device has room for all that is ever on it at once, as far as is quick to tell."""
+    tasks, device, n = placed.tasks, placed.device, len(limit)
+    home = device[tasks.tensor_of]
+    all_of_it = np.bincount(np.maximum(device, 0), tasks.kept_bytes, n)
+    all_of_it += np.bincount(home[home >= 0], tasks.tensor_bytes[home >= 0], n)
+    all_of_it += np.bincount(placed.sent_to, tasks.tensor_bytes[placed.sent_tensor], n)
+    return bool(np.all((limit == 0) | (all_of_it <= limit)))
+
+
 class Space:
     """All choices for one model on one cluster, and what was learnt of them.
 
@@ -187,11 +197,11 @@ class Space:
 
     def outcome(self, choice: Sequence[int], order: str) -> Outcome:
         """Compiled and replayed."""
-        placed = lower(*self.compiler.compile(self.strategy(choice)), self.cluster)
+        placed = lower(*self.compiler.compile(self.strategy(choice), named=False), self.cluster)
         arrays = placed.graph.arrays()
         played = replay_ordered(arrays)[0] if order == RANK else replay_arrays(arrays)
         over = 0
-        if self._limit.any():
+        if not _surely_fits(placed, self._limit):
             beyond = peak_bytes(placed, played, len(self.cluster)) - self._limit
             over = int(np.maximum(beyond, 0)[self._limit > 0].sum())
         return Outcome(played.makespan_ns, over)
@@ -201,7 +211,7 @@ class Space:
         return {action.name: (i,) * self.groups for i, action in enumerate(self.actions)}
 
     def pool(self) -> dict[str, Choice]:
-        """Where a search begins: :meth:`uniform`, and model parallelism by turns and by blocks (the released code's)."""
+        """Where a search begins: :meth:`uniform`, and model parallelism by turns and by blocks."""
         devices = len(self.cluster)
         out = {**self.uniform(), "MP-turns": tuple(g % devices for g in range(self.groups))}
         first = np.full(self.groups, len(self.group))
@@ -221,8 +231,8 @@ class Space:
 
     def priors(self) -> npt.NDArray[np.float64]:
         """[groups, actions] how promising each looks: its ops' time and its variables' synchronisation, one by one."""
-        compiler_types = [op.type for op in self.model.ops]
-        times = self.cluster.times_ns(compiler_types, np.array([op.time_ns for op in self.model.ops], dtype=np.int64))
+        types = [op.type for op in self.model.ops]
+        times = self.cluster.times_ns(types, np.array([op.time_ns for op in self.model.ops], dtype=np.int64))
         spent = np.stack([np.bincount(self.group, times[:, d], self.groups) for d in range(len(self.cluster))], axis=1)
         kept = np.bincount(self.group, [op.kept_bytes for op in self.model.ops], self.groups)
         cost = np.zeros((self.groups, len(self.actions)))

@@ -1,9 +1,9 @@
 """HeteroG's strategies without training: Monte Carlo tree search, then descent (HeteroG, CoNEXT 2020; TAG's search).
 
 Knows a :class:`~dpro.search.hetero.Space`. The tree decides on group after group, the costliest first (``PUCT``, as
-TAG has it: ``fastt_heterog_disco.md`` section 2.10). A leaf leaves groups undecided: they are taken from the best choice
-so far, and what that replays to is the leaf's value. Half of the budget goes to the tree, the rest to descent: each
-group's best action with all others fixed, neighbours in the model together, and kicks out of where that ends.
+TAG has it: ``fastt_heterog_disco.md`` section 2.10). A leaf leaves groups undecided: they are taken from the best
+choice so far, and what that replays to is the leaf's value. Half of the budget goes to the tree, the rest to descent:
+each group's best action with all others fixed, and kicks out of where that ends: runs of neighbours together.
 """
 
 from __future__ import annotations
