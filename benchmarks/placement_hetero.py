@@ -142,7 +142,7 @@ def scale(seconds: float) -> dict[str, Any]:
 
 
 def rows(args: argparse.Namespace) -> dict[str, Any]:
-    """All of it; of ``args`` ``seconds`` (a search's), ``instances``, ``batch``, ``models`` and ``links``, where there."""
+    """All of it; of ``args`` what :func:`main` names, where there."""
     seconds, batch = float(getattr(args, "seconds", 20.0)), float(getattr(args, "batch", 1.0))
     links = getattr(args, "links", ("per pair", "shared"))
     out: dict[str, Any] = {"hetero": [], "speedups": [], "too_big": None}

@@ -170,6 +170,16 @@ def test_variables_of_equal_size_go_to_servers_in_turn() -> None:
     assert sorted(held) == [[0], [1], [2], [3]]
 
 
+def test_ops_that_nobody_reads() -> None:
+    cluster = Cluster.uniform(2, 10.0)
+    model = ModelGraph("lone", [ModelOp("a", "Op", Role.FORWARD, 2_000_000)], [])
+    tasks, device = FormCompiler(model, cluster, 0.5).compile(uniform(Form.parted(0, 1), False, 1))
+    assert tasks.names == ["a@0", "a@1"]
+    assert judge(tasks, device, cluster).makespan_ns == 500_000 + LAUNCH_NS
+    tasks, device = FormCompiler(ModelGraph("none", [], []), cluster).compile(uniform(Form.full(0), False, 0))
+    assert len(tasks) == 0
+
+
 def test_forms_that_are_none_are_refused() -> None:
     for devices, part in (((), False), ((1, 0), True), ((0,), True), ((0, 0), False), ((-1,), False)):
         with pytest.raises(ValueError):

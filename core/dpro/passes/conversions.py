@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 from math import gcd
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dpro.graph.tasks import CHANNEL, Ints
 
 SPLIT, CONCAT, ADD, ALL_REDUCE = "Split", "Concat", "AddN", "AllReduce"
+Floats = npt.NDArray[np.float64]
 
 
 class Mode(IntEnum):
@@ -31,16 +35,15 @@ class Conversion:
     """q ops put in, that make r tensors. A tensor is told by the replica that makes it (>= 0), or as ``~i``: the i-th
     new one.
 
-    ``types`` and ``device`` [q]; ``collective``: which of them is one, or -1. ``maker`` [r]: the op that makes each new
+    ``types`` and ``device`` [q]. ``maker`` [r]: the op that makes each new
     tensor, ``fraction`` [r]: its bytes of those of the whole. ``source``, ``reader`` [e]: which tensor is read by which
     op, parts in order. ``read`` [replicas of the reader]: the tensor that each reads in the end.
     """
 
     types: tuple[str, ...]
     device: Ints
-    collective: int
     maker: Ints
-    fraction: np.ndarray[tuple[int], np.dtype[np.float64]]
+    fraction: Floats
     source: Ints
     reader: Ints
     read: Ints
@@ -50,7 +53,6 @@ class _Draft:
     def __init__(self) -> None:
         self.types: list[str] = []
         self.device: list[int] = []
-        self.collective = -1
         self.maker: list[int] = []
         self.fraction: list[float] = []
         self.uses: list[tuple[int, int]] = []
@@ -71,7 +73,7 @@ class _Draft:
             return np.array(values, dtype=np.int64)
 
         return Conversion(
-            tuple(self.types), ints(self.device), self.collective, ints(self.maker), np.array(self.fraction),
+            tuple(self.types), ints(self.device), ints(self.maker), np.array(self.fraction),
             ints([source for source, _ in self.uses]), ints([op for _, op in self.uses]), ints(read),
         )  # fmt: skip
 
@@ -111,8 +113,60 @@ def _summed(draft: _Draft, source: tuple[int, ...], target: tuple[int, ...], mod
         here = [i for i, d in enumerate(source) if d == device]
         sums += here if len(here) == 1 else draft.op(ADD, device, here, [1.0])
     if len(sums) > 1:
-        if mode is Mode.COLLECTIVE:
-            draft.collective = len(draft.types)
         kind, device = (ALL_REDUCE, CHANNEL) if mode is Mode.COLLECTIVE else (ADD, target[0])
         sums = draft.op(kind, device, sums, [1.0])
     return draft.done(sums * len(target))
+
+
+class Ragged:
+    """Rows of different lengths, one after the other."""
+
+    def __init__(self, rows: list[npt.NDArray[Any]]) -> None:
+        lengths = [len(row) for row in rows]
+        self.length: Ints = np.array(lengths, dtype=np.int64)
+        self._begin: Ints = np.array([0, *accumulate(lengths)], dtype=np.int64)
+
+    def take(self, rows: Ints) -> tuple[Ints, Ints, Ints]:
+        """Of each cell of ``rows``: which of ``rows`` it is in, its place there, and its place among all cells."""
+        count = self.length[rows]
+        row = np.repeat(np.arange(len(rows)), count)
+        within: Ints = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+        return row, within, self._begin[rows][row] + within
+
+
+class Conversions:
+    """All conversions that were asked for, in columns, so that thousands of tensors are converted at once.
+
+    Cells of ``ops`` [q each], ``tensors`` [r], ``uses`` [e] and ``reads`` [replicas] are those of the columns.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[tuple[int, ...], bool, tuple[int, ...], bool, Mode], int] = {}
+        self._all: list[Conversion] = []
+        #: of each the devices that it comes from
+        self.sources: list[tuple[int, ...]] = []
+        self._columns = -1
+
+    def number(self, source: tuple[int, ...], parted: bool, target: tuple[int, ...], to_parts: bool, mode: Mode) -> int:
+        """As :func:`conversion`."""
+        key = source, parted, target, to_parts, mode
+        if key not in self._numbers:
+            self._numbers[key] = len(self._all)
+            self._all.append(conversion(*key))
+            self.sources.append(tuple(sorted(set(source))))
+        return self._numbers[key]
+
+    def settle(self) -> None:
+        """Make the columns anew where there are more conversions than they have."""
+        if self._columns == len(self._all):
+            return
+        self._columns = len(self._all)
+        self.ops, self.tensors = Ragged([c.device for c in self._all]), Ragged([c.maker for c in self._all])
+        self.uses, self.reads = Ragged([c.source for c in self._all]), Ragged([c.read for c in self._all])
+        self.types = np.array([kind for c in self._all for kind in c.types], dtype=object)
+        self.device, self.maker = self._column("device"), self._column("maker")
+        self.fraction: Floats = np.concatenate([np.zeros(0), *(c.fraction for c in self._all)])
+        self.source, self.reader, self.read = self._column("source"), self._column("reader"), self._column("read")
+
+    def _column(self, name: str) -> Ints:
+        return np.concatenate([np.zeros(0, np.int64), *(getattr(c, name) for c in self._all)])

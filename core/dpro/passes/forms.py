@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from dpro.graph.cluster import Cluster
 from dpro.graph.graph import OpKind
-from dpro.graph.tasks import Ints, Tasks
-from dpro.passes.conversions import Conversion, Mode, conversion
+from dpro.graph.tasks import CHANNEL, Ints, Tasks
+from dpro.passes.conversions import ALL_REDUCE, Conversions, Mode
 from dpro.passes.replicate import KIND, LAUNCH_NS, REPLICA
 from dpro.passes.servers import Servers
 from dpro.trace.model_graph import ModelGraph, Role
@@ -124,7 +124,7 @@ class FormCompiler:
         self._servers = Servers(cluster, self._gradients())
         self._table: list[Form] = []
         self._number: dict[Form, int] = {}
-        self._conversions: dict[tuple[int, int, int], Conversion] = {}
+        self._conversions = Conversions()
         self._all_reduce_ns: dict[tuple[int, tuple[int, ...]], int] = {}
         self._replica_names: dict[int, list[str]] = {}
 
@@ -203,52 +203,63 @@ class FormCompiler:
         whole = np.where(self._batched, np.rint(self._nbytes * self.batch).astype(np.int64), self._nbytes)
         one = np.where(self._batched, np.rint(self._nbytes * share[self._producer]).astype(np.int64), self._nbytes)
         model_tensor = np.repeat(np.arange(len(made)), made)
-        grown = _Grown(len(op), named)
-        grown.tensor(base[self._producer[model_tensor]] + _within(made), one[model_tensor], model_tensor)
-        self._convert(grown, form, copied, base, first, whole)
-        put_in = np.concatenate(grown.origin) if grown.origin else np.zeros(0, np.int64)
-        zeros = np.zeros(len(put_in), np.int64)
-        names = [*self._named(count), *grown.names] if named else [""] * (len(op) + len(put_in))
+        tensor_of = base[self._producer[model_tensor]] + _within(made)
+        new = self._convert(form, copied, base, first, whole)
+        zeros = np.zeros(len(new.device), np.int64)
+        names = [*self._named(count), *self._named_in(new)] if named else [""] * (len(op) + len(zeros))
+        kinds = np.where(new.types == ALL_REDUCE, OpKind.COLLECTIVE, OpKind.LOCAL).astype(np.uint8)
         tasks = Tasks(
-            names, [*self._types[op].tolist(), *grown.types],
-            np.concatenate([self._kind[op], _column(grown.kind, np.uint8)]),
-            np.concatenate([time_ns[op], _column(grown.time_ns)]), np.concatenate([self._kept[op], zeros]),
+            names, [*self._types[op].tolist(), *new.types.tolist()], np.concatenate([self._kind[op], kinds]),
+            np.concatenate([time_ns[op], new.time_ns]), np.concatenate([self._kept[op], zeros]),
             np.full(len(names), -1, np.int64), np.concatenate([op, zeros - 1]),
-            _column(grown.tensor_of), _column(grown.tensor_bytes), _column(grown.use_tensor), _column(grown.use_task),
+            np.concatenate([tensor_of, new.tensor_of]), np.concatenate([one[model_tensor], new.tensor_bytes]),
+            new.use_tensor, new.use_task,
         )  # fmt: skip
         tasks.info[REPLICA] = np.concatenate([_within(count), zeros - 1])
-        tasks.info[MODEL_TENSOR] = _column(grown.model_tensor)
-        return tasks, np.concatenate([device, _column(grown.device)])
+        tasks.info[MODEL_TENSOR] = np.concatenate([model_tensor, new.model_tensor])
+        return tasks, np.concatenate([device, new.device])
 
-    def _convert(self, grown: _Grown, form: Ints, copied: Bools, base: Ints, first: Ints, whole: Ints) -> None:
-        """Every use of a tensor, through what must stand between its producer's form and its reader's."""
+    def _convert(self, form: Ints, copied: Bools, base: Ints, first: Ints, whole: Ints) -> _PutIn:
+        """Every use of a tensor, through what must stand between its producer's form and its reader's; once for all
+        readers of one form.
+        """
         by, to = form[self._producer[self._use_tensor]], form[self._use_op]
         mode = np.where(self._batched[self._use_tensor], Mode.ROWS, Mode.SUM)
         mode[self._to_update & copied[self._use_op]] = Mode.COLLECTIVE
-        forms = len(self._table)
-        codes = (by * forms + to) * len(Mode) + mode
-        order = np.argsort(codes, kind="stable")
-        begins = np.flatnonzero(np.diff(codes[order], prepend=-1))
-        for uses in np.split(order, begins[1:]) if len(order) else ():
-            pair, kind = divmod(int(codes[uses[0]]), len(Mode))
-            key = pair // forms, pair % forms, kind
-            source, target = self._table[key[0]], self._table[key[1]]
-            if key not in self._conversions:
-                self._conversions[key] = conversion(
-                    source.devices, source.part, target.devices, target.part, Mode(kind)
-                )
-            made = self._conversions[key]
-            fresh = np.diff(self._use_tensor[uses], prepend=-1) != 0  # uses are in the order of their tensors
-            tensors, which = self._use_tensor[uses[fresh]], np.cumsum(fresh) - 1
-            times = None
-            if made.collective >= 0:
-                times = [self._collective_ns(int(self._nbytes[t]), source.distinct) for t in tensors]
-            producers = self._names[self._producer[tensors]]
-            new = grown.insert(made, first[tensors], whole[tensors], tensors, producers, times)
-            read = np.where(made.read >= 0, first[tensors][:, None] + made.read, new[:, None] + ~made.read)[which]
-            task = base[self._use_op[uses]][:, None] + np.arange(read.shape[1])
-            grown.use_tensor.append(read.ravel())
-            grown.use_task.append(task.ravel())
+        forms, modes = len(self._table), len(Mode)
+        pairs, pair = np.unique((by * forms + to) * modes + mode, return_inverse=True)
+        number = np.array([self._conversion(*divmod(p // modes, forms), Mode(p % modes)) for p in pairs.tolist()])
+        keys, which = np.unique(self._use_tensor * len(pairs) + pair.ravel(), return_inverse=True)
+        pool, which = self._conversions, which.ravel()
+        pool.settle()
+        tensor, kind = keys // max(1, len(pairs)), number[keys % max(1, len(pairs))].astype(np.int64)
+        ops, tensors = pool.ops.length[kind], pool.tensors.length[kind]
+        task0 = base[-1] + np.cumsum(ops) - ops
+        tensor0 = first[-1] + np.cumsum(tensors) - tensors
+
+        at, _, cell = pool.ops.take(kind)
+        types, device = pool.types[cell], pool.device[cell]
+        time_ns = np.zeros(len(cell), np.int64)
+        for i in np.flatnonzero(device == CHANNEL).tolist():
+            time_ns[i] = self._collective_ns(int(self._nbytes[tensor[at[i]]]), pool.sources[kind[at[i]]])
+        row, _, made = pool.tensors.take(kind)
+        tensor_of, of = task0[row] + pool.maker[made], tensor[row]
+        tensor_bytes = np.rint(whole[of] * pool.fraction[made]).astype(np.int64)
+        row, _, used = pool.uses.take(kind)
+        source = pool.source[used]
+        inner = np.where(source >= 0, first[tensor[row]] + source, tensor0[row] + ~source)
+        reader = task0[row] + pool.reader[used]
+        use, replica, read = pool.reads.take(kind[which])
+        source, row = pool.read[read], which[use]
+        outer = np.where(source >= 0, first[tensor[row]] + source, tensor0[row] + ~source)
+        return _PutIn(
+            types, device, time_ns, self._producer[tensor[at]], tensor_of, tensor_bytes, of,
+            np.concatenate([inner, outer]), np.concatenate([reader, base[self._use_op[use]] + replica]),
+        )  # fmt: skip
+
+    def _conversion(self, source: int, target: int, mode: Mode) -> int:
+        one, other = self._table[source], self._table[target]
+        return self._conversions.number(one.devices, one.part, other.devices, other.part, mode)
 
     def _collective_ns(self, nbytes: int, devices: tuple[int, ...]) -> int:
         key = nbytes, devices
@@ -269,67 +280,28 @@ class FormCompiler:
             out += self._replica_names[key]
         return out
 
+    def _named_in(self, new: _PutIn) -> list[str]:
+        return [f"{name}/{kind}" for name, kind in zip(self._names[new.near], new.types, strict=True)]
 
-class _Grown:
-    """Columns that grow by blocks: what is put in, all tensors, all uses."""
 
-    def __init__(self, tasks: int, named: bool) -> None:
-        self.tasks, self.tensors, self.named = tasks, 0, named
-        self.names: list[str] = []
-        self.types: list[str] = []
-        self.kind: list[Ints] = []
-        self.time_ns: list[Ints] = []
-        self.device: list[Ints] = []
-        self.origin: list[Ints] = []
-        self.tensor_of: list[Ints] = []
-        self.tensor_bytes: list[Ints] = []
-        self.model_tensor: list[Ints] = []
-        self.use_tensor: list[Ints] = []
-        self.use_task: list[Ints] = []
+@dataclass(frozen=True)
+class _PutIn:
+    """q ops that were put in, behind the ``near`` [q] ops of the model; r tensors that they make, as in
+    :class:`Tasks`; and the uses of all tensors.
+    """
 
-    def tensor(self, producer: Ints, nbytes: Ints, of: Ints) -> None:
-        self.tensor_of.append(producer)
-        self.tensor_bytes.append(nbytes)
-        self.model_tensor.append(of)
-        self.tensors += len(producer)
-
-    def insert(
-        self, made: Conversion, first: Ints, whole: Ints, of: Ints, producers: Iterable[str], times: list[int] | None
-    ) -> Ints:
-        """``made`` once for each of k tensors whose first replica's is ``first``; [k] the first new tensor of each."""
-        k, q, r = len(first), len(made.device), len(made.maker)
-        task0 = self.tasks + q * np.arange(k)
-        tensor0 = self.tensors + r * np.arange(k)
-        if not q:
-            return tensor0
-        self.tasks += q * k
-        if self.named:
-            self.names += [f"{name}/{kind}" for name in producers for kind in made.types]
-        self.types += list(made.types) * k
-        kinds = np.full((k, q), OpKind.LOCAL)
-        time_ns = np.zeros((k, q), np.int64)
-        if times is not None:
-            kinds[:, made.collective], time_ns[:, made.collective] = OpKind.COLLECTIVE, times
-        self.kind.append(kinds.ravel())
-        self.time_ns.append(time_ns.ravel())
-        self.device.append(np.tile(made.device, k))
-        self.origin.append(np.full(k * q, -1))
-        self.tensor(
-            (task0[:, None] + made.maker).ravel(),
-            np.rint(whole[:, None] * made.fraction).astype(np.int64).ravel(),
-            np.repeat(of, r),
-        )
-        source = np.where(made.source >= 0, first[:, None] + made.source, tensor0[:, None] + ~made.source)
-        self.use_tensor.append(source.ravel())
-        self.use_task.append((task0[:, None] + made.reader).ravel())
-        return tensor0
+    types: npt.NDArray[np.object_]
+    device: Ints
+    time_ns: Ints
+    near: Ints
+    tensor_of: Ints
+    tensor_bytes: Ints
+    model_tensor: Ints
+    use_tensor: Ints
+    use_task: Ints
 
 
 def _within(count: Ints) -> Ints:
     """0 … n - 1 for each n of ``count``."""
     out: Ints = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
     return out
-
-
-def _column(blocks: list[Ints], dtype: npt.DTypeLike = np.int64) -> npt.NDArray[np.int64]:
-    return np.concatenate(blocks).astype(dtype) if blocks else np.zeros(0, dtype)
