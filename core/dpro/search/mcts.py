@@ -25,6 +25,8 @@ _EXPLORE = 0.5
 #: Of the budget, for the tree.
 _TREE = 0.5
 _LONGEST_RUN = 8
+#: Actions of a group that a first descent tries.
+_PROMISING = 5
 
 
 def search(
@@ -143,30 +145,34 @@ class _Tree:
 
 
 def _descend(space: Space, rng: random.Random, total: int) -> None:
-    """Every group in turn, and runs of neighbours, until nothing helps; then from a choice a few steps away."""
+    """Every group in turn until nothing helps, first by its most promising actions; then from a choice a few steps
+    away.
+    """
     assert space.best is not None
     first = np.full(space.groups, len(space.group))
     np.minimum.at(first, space.group, np.arange(len(space.group)))
     line = np.argsort(first, kind="stable").tolist()
-    here, lost = space.best, 0
+    prior = space.priors()
+    ranked = [sorted(options, key=lambda a, g=g: (-prior[g, a], a)) for g, options in enumerate(space.options)]
+    here, lost = _settle(space, space.best, [options[:_PROMISING] for options in ranked], rng), 0
     while not space.spent() and space.evaluations < total and lost < 200:
         before = space.evaluations
-        here = _settle(space, here, line, rng)
+        here = _settle(space, here, ranked, rng)
         if space.known[here].key > space.known[space.best].key:
             here = space.best
         lost = 0 if space.evaluations > before else lost + 1
         here = _kicked(space, here, line, rng)
 
 
-def _settle(space: Space, here: Choice, line: list[int], rng: random.Random) -> Choice:
-    """A choice that no change of one group makes better."""
+def _settle(space: Space, here: Choice, options: list[list[int]], rng: random.Random) -> Choice:
+    """A choice that no change of one group, to one of its ``options``, makes better; as far as the budget goes."""
     space.evaluate(here)
     here = space.canonical(here)
     waiting = rng.sample(range(space.groups), space.groups)
     while waiting and not space.spent():
         g = waiting.pop()
         better = here
-        for action in space.options[g]:
+        for action in options[g]:
             if space.spent():
                 break
             other = space.canonical([*here[:g], action, *here[g + 1 :]])
@@ -174,7 +180,7 @@ def _settle(space: Space, here: Choice, line: list[int], rng: random.Random) -> 
                 better = other
         if better != here:
             here = better
-            waiting = [*(o for o in rng.sample(range(space.groups), space.groups) if o != g)]
+            waiting = [o for o in rng.sample(range(space.groups), space.groups) if o != g]
     return here
 
 
