@@ -131,6 +131,17 @@ def test_times_of_a_parameter_server_and_of_a_collective_by_hand() -> None:
     assert judge(tasks, device, cluster).makespan_ns == 12_000_000
 
 
+def test_memory_by_hand() -> None:
+    cluster = Cluster.uniform(2, 1.0, latency_us=0)
+    compiler = FormCompiler(line_model(), cluster)
+    # the parameters once, the batch, what the layer made, and its gradient, while the backward op runs
+    tasks, device = compiler.compile(uniform(Form.full(1), False, 5))
+    assert judge(tasks, device, cluster).peak_bytes.tolist() == [0, 20_000_000]
+    # the server has the parameters and both gradients, whose sum takes their place; the other, a copy, its gradient, rows
+    tasks, device = compiler.compile(uniform(Form.parted(0, 1), False, 5))
+    assert judge(tasks, device, cluster).peak_bytes.tolist() == [24_000_000, 18_000_000]
+
+
 def test_replicas_of_one_device_each_take_their_share_and_are_summed_there() -> None:
     cluster = Cluster.uniform(2, 1.0, latency_us=0)
     tasks, device = FormCompiler(line_model(), cluster).compile(uniform(Form.parted(0, 0, 1), False, 5))

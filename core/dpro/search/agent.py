@@ -31,13 +31,14 @@ _ALIKE = 0.2
 
 @dataclass(frozen=True)
 class Learning:
-    """``samples`` a round; ``rounds`` at most."""
+    """``samples`` a round; at most ``rounds``, and ``patience`` of them in a row without a choice that is new."""
 
     layers: int = 2
     width: int = 64
     heads: int = 4
     samples: int = 8
     rounds: int = 400
+    patience: int = 20
     rate: float = 3e-3
     entropy: float = 0.02
 
@@ -97,9 +98,11 @@ def learn(space: Space, seed: int, learning: Learning) -> Choice:
             pool.offer(space.canonical(choice), space.evaluate(choice).reward)
         assert space.best is not None
         yardstick, average = -space.known[space.best].reward, 0.0
+        stale = 0
         for turn in range(learning.rounds):
-            if space.spent():
+            if space.spent() or stale >= learning.patience:
                 break
+            before = space.evaluations
             chosen = torch.cat([agent.sample(learning.samples), agent.sample(1, greedy=True)])
             if turn % 3 == 2:
                 chosen = torch.cat([chosen, torch.tensor([agent.places(rng.choice(pool.choices))])])
@@ -108,6 +111,7 @@ def learn(space: Space, seed: int, learning: Learning) -> Choice:
                 choice = agent.actions(row)
                 rewards.append(space.evaluate(choice).reward / yardstick)
                 pool.offer(space.canonical(choice), rewards[-1] * yardstick)
+            stale = 0 if space.evaluations > before else stale + 1
             average = rewards[0] if not turn else (average + float(np.mean(rewards))) / 2
             agent.learn(chosen, np.array(rewards) - average)
     assert space.best is not None
