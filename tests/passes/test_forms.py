@@ -137,7 +137,7 @@ def test_memory_by_hand() -> None:
     # the parameters once, the batch, what the layer made, and its gradient, while the backward op runs
     tasks, device = compiler.compile(uniform(Form.full(1), False, 5))
     assert judge(tasks, device, cluster).peak_bytes.tolist() == [0, 20_000_000]
-    # the server has the parameters and both gradients, whose sum takes their place; the other, a copy, its gradient, rows
+    # the server: the parameters and both gradients, whose sum takes their place; the other: a copy, a gradient, rows
     tasks, device = compiler.compile(uniform(Form.parted(0, 1), False, 5))
     assert judge(tasks, device, cluster).peak_bytes.tolist() == [24_000_000, 18_000_000]
 

@@ -89,7 +89,9 @@ def learn(space: Space, seed: int, learning: Learning) -> Choice:
         from torch_geometric import nn as geometric
     except ImportError as error:
         raise DproError("the learned agent needs torch and torch_geometric: pip install 'dpro[gnn]'") from error
+    threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
+        torch.set_num_threads(1)  # tensors are small: threads would only wait for one another
         torch.manual_seed(seed)
         rng = random.Random(seed)
         agent = _Agent(torch, geometric, space, learning)
@@ -114,6 +116,7 @@ def learn(space: Space, seed: int, learning: Learning) -> Choice:
             stale = 0 if space.evaluations > before else stale + 1
             average = rewards[0] if not turn else (average + float(np.mean(rewards))) / 2
             agent.learn(chosen, np.array(rewards) - average)
+        torch.set_num_threads(threads)
     assert space.best is not None
     return space.best
 
