@@ -15,6 +15,7 @@ from dpro.errors import DproError
 from dpro.graph.cluster import Cluster, Device, Line
 from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
 from dpro.graph.tasks import lower
+from dpro.passes.replicate import REPLICA, replicate
 from dpro.replay.engine import replay_arrays
 from dpro.replay.placed import judge
 from dpro.search import agent, mcts
@@ -112,6 +113,9 @@ def test_replicas_in_proportion_to_speed() -> None:
     assert [a.name for a in actions(cluster(2, 1), model)] == ["MP@d0", "MP@d1", "EV-PS", "EV-AR", "CP-PS", "CP-AR"]
     assert [a.name for a in actions(cluster(1, 1), model)] == ["MP@d0", "MP@d1", "EV-PS", "EV-AR"]
     assert [a.name for a in actions(cluster(1), model)] == ["MP@d0"]
+    two = Cluster([Device(f"d{i}", "gpu", f"m{i // 2}") for i in range(3)], Line.of(10, 0))
+    more = [a for a in actions(two, model, machines=True) if "EV" in a.name and "@" in a.name]
+    assert [(a.name, a.form.devices) for a in more] == [("EV-PS@m0", (0, 1)), ("EV-AR@m0", (0, 1))]
 
 
 def test_what_is_found_is_what_judge_says_and_no_baseline_is_better() -> None:
@@ -121,7 +125,10 @@ def test_what_is_found_is_what_judge_says_and_no_baseline_is_better() -> None:
         again = judge(found.tasks, found.device, cluster, found.priority)
         assert again.makespan_ns == found.makespan_ns
         space = Space(model, cluster)
-        assert set(found.baselines) == {"MP@fast", "MP@slow", "EV-PS", "EV-AR", "CP-PS", "CP-AR"}
+        assert set(found.baselines) == {"MP@fast", "MP@slow", "EV-PS", "EV-AR", "CP-PS", "CP-AR", "DP"}
+        start = replicate(model, 2)
+        first = np.maximum(np.array(start.info[REPLICA]), 0)
+        assert found.makespan_ns <= found.baselines["DP"].makespan_ns <= judge(start, first, cluster).makespan_ns
         for name, choice in space.uniform().items():
             for order in (RANK, FIFO):
                 assert found.makespan_ns <= space.outcome(choice, order).makespan_ns, name

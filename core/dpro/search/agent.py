@@ -61,7 +61,7 @@ def search(
     """
     space = Space(model, cluster, batch=batch, groups=groups, budget=budget)
     learn(space, seed, learning or Learning())
-    return space.found(space.uniform())
+    return space.found()
 
 
 def features(space: Space) -> tuple[npt.NDArray[np.float32], Ints]:

@@ -70,7 +70,7 @@ class Budget:
 class Found:
     """The best choice, compiled. ``priority`` as :func:`~dpro.graph.tasks.lower` takes it, None: first come, first
     served is better (``order``). ``fifo_ns``: of this choice served like that. ``baselines``: name -> outcome, the
-    better of both orders. ``actions`` [groups]: the names.
+    better of both orders; ``DP`` is FastT's start. ``actions`` [groups]: the names; none where that start is best.
     """
 
     choice: Choice
@@ -108,8 +108,12 @@ def proportional(cluster: Cluster, model: ModelGraph) -> tuple[int, ...]:
     return tuple(np.repeat(np.arange(len(cluster)), counts).tolist())
 
 
-def actions(cluster: Cluster, model: ModelGraph) -> list[Action]:
-    """M + 4; fewer where proportional and even replicas are the same, or there is one device."""
+def actions(cluster: Cluster, model: ModelGraph, machines: bool = False) -> list[Action]:
+    """M + 4; fewer where proportional and even replicas are the same, or there is one device.
+
+    Args:
+        machines: data parallelism on one machine's devices as well (as TAG has it), ``EV-AR@m0``.
+    """
     out = [Action(f"MP@{d.name}", Form.full(i), False) for i, d in enumerate(cluster.devices)]
     if len(cluster) == 1:
         return out
@@ -117,6 +121,10 @@ def actions(cluster: Cluster, model: ModelGraph) -> list[Action]:
     out += [Action("EV-PS", even, False), Action("EV-AR", even, True)]
     if shares != even:
         out += [Action("CP-PS", shares, False), Action("CP-AR", shares, True)]
+    for machine in dict.fromkeys(device.machine for device in cluster.devices) if machines else ():
+        form = Form.parted(*(i for i, device in enumerate(cluster.devices) if device.machine == machine))
+        if form.part and form != even:
+            out += [Action(f"EV-PS@{machine}", form, False), Action(f"EV-AR@{machine}", form, True)]
     return out
 
 
@@ -135,16 +143,16 @@ class Space:
 
     Args:
         batch: of the model's batch. ``groups``: at most so many, or [ops] the group of each.
-        order: :data:`RANK`, or :data:`FIFO` to see what ranks are worth.
+        order: :data:`RANK`, or :data:`FIFO` to see what ranks are worth. ``machines``: see :func:`actions`.
     """
 
     def __init__(
         self, model: ModelGraph, cluster: Cluster, *, batch: float = 1.0, groups: int | Ints = DEFAULT_GROUPS,
-        order: str = RANK, budget: Budget | None = None,
+        order: str = RANK, budget: Budget | None = None, machines: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.cluster, self.order = model, cluster, order
         self.compiler = FormCompiler(model, cluster, batch)
-        self.actions = actions(cluster, model)
+        self.actions = actions(cluster, model, machines)
         self.group: Ints = group(model, cluster, groups) if isinstance(groups, int) else groups
         self.groups = int(self.group.max()) + 1 if len(self.group) else 0
         self.budget = budget or Budget()
@@ -196,8 +204,12 @@ class Space:
         return outcome
 
     def outcome(self, choice: Sequence[int], order: str) -> Outcome:
+        """As :meth:`worth`; not remembered."""
+        return self.worth(self.strategy(choice), order)
+
+    def worth(self, strategy: Strategy, order: str) -> Outcome:
         """Compiled and replayed."""
-        placed = lower(*self.compiler.compile(self.strategy(choice), named=False), self.cluster)
+        placed = lower(*self.compiler.compile(strategy, named=False), self.cluster)
         arrays = placed.graph.arrays()
         played = replay_ordered(arrays)[0] if order == RANK else replay_arrays(arrays)
         over = 0
@@ -248,20 +260,25 @@ class Space:
         weight = 1.0 / np.maximum(cost, cost.max() * 1e-6 + 1.0)
         return np.asarray(weight / weight.sum(axis=1, keepdims=True))
 
-    def found(self, baselines: dict[str, Choice]) -> Found:
-        """The best so far in the better of both orders, or a baseline served in turn where that is faster still."""
+    def start(self) -> Strategy:
+        """Data parallelism with all variables on the first device: FastT's start (``passes/replicate.py``)."""
+        forms = Form.full(0), Form.parted(*range(len(self.cluster)))
+        variable = np.array([op.role is Role.VARIABLE for op in self.model.ops], dtype=bool)
+        return Strategy(forms, np.where(variable, 0, 1), np.zeros(len(variable), dtype=bool))
+
+    def found(self) -> Found:
+        """The best so far in the better of both orders, or a baseline where that is faster still."""
         assert self.best is not None, "nothing was evaluated"
-        candidates = {
-            (RANK, self.best): self.outcome(self.best, RANK),
-            (FIFO, self.best): self.outcome(self.best, FIFO),
-        }
-        outcomes = {}
-        for name, choice in baselines.items():
-            both = {order: self.outcome(choice, order) for order in (RANK, FIFO)}
-            outcomes[name] = min(both.values(), key=lambda o: o.key)
-            candidates |= {(order, tuple(choice)): outcome for order, outcome in both.items()}
-        order, choice = min(candidates, key=lambda which: candidates[which].key)
-        strategy = self.strategy(choice)
+        named = {name: (self.strategy(choice), choice) for name, choice in self.uniform().items()}
+        named["DP"] = self.start(), ()
+        outcomes: dict[str, Outcome] = {}
+        candidates: list[tuple[tuple[int, int], str, Strategy, Choice]] = []
+        for name, (strategy, choice) in {"": (self.strategy(self.best), self.best), **named}.items():
+            both = {order: self.worth(strategy, order) for order in (RANK, FIFO)}
+            candidates += [(outcome.key, order, strategy, choice) for order, outcome in both.items()]
+            if name:
+                outcomes[name] = min(both.values(), key=lambda o: o.key)
+        _, order, strategy, choice = min(candidates, key=lambda candidate: candidate[0])
         tasks, device = self.compiler.compile(strategy)
         priority = None
         if order == RANK:

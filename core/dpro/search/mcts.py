@@ -38,16 +38,20 @@ def search(
     budget: Budget | None = None,
     seed: int = 0,
     uniform_priors: bool = False,
+    machines: bool = False,
 ) -> Found:
     """The best strategy found, never worse than a baseline that fits. With a budget of evaluations alone the same for
     the same seed, on any machine.
 
+    Args:
+        machines: data parallelism on one machine's devices is an action too (:func:`~dpro.search.hetero.actions`).
+
     Raises:
         ValueError: no batch, or no group.
     """
-    space = Space(model, cluster, batch=batch, groups=groups, budget=budget)
+    space = Space(model, cluster, batch=batch, groups=groups, budget=budget, machines=machines)
     explore(space, seed, uniform_priors=uniform_priors)
-    return space.found(space.uniform())
+    return space.found()
 
 
 def explore(space: Space, seed: int = 0, *, uniform_priors: bool = False) -> Choice:
