@@ -113,11 +113,23 @@ class Cluster:
 
     def times_ns(self, types: Sequence[str], time_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[ops, devices]: what ops of these types, of ``time_ns`` [ops] on the reference, take on each device."""
-        number = {kind: i for i, kind in enumerate(dict.fromkeys([*types, DEFAULT]))}
-        speed = np.array([[self.speed(d, kind) for d in range(len(self))] for kind in number])
-        each = np.fromiter((number[kind] for kind in types), np.int64, len(types))
-        times: npt.NDArray[np.int64] = np.rint(time_ns[:, None] / speed[each]).astype(np.int64)
+        speed, number = self._speeds_of(types)
+        times: npt.NDArray[np.int64] = np.rint(time_ns[:, None] / speed[number]).astype(np.int64)
         return times
+
+    def time_on_ns(
+        self, types: Sequence[str], time_ns: npt.NDArray[np.int64], device: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """[ops]: as :meth:`times_ns`, each on its ``device`` [ops]."""
+        speed, number = self._speeds_of(types)
+        times: npt.NDArray[np.int64] = np.rint(time_ns / speed[number, device]).astype(np.int64)
+        return times
+
+    def _speeds_of(self, types: Sequence[str]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """[kinds, devices], and [ops] the kind of each."""
+        kinds = {kind: i for i, kind in enumerate(dict.fromkeys([DEFAULT, *types]))}
+        number = np.fromiter(map(kinds.__getitem__, types), np.int64, len(types))
+        return np.array([[self.speed(d, kind) for d in range(len(self))] for kind in kinds]), number
 
     def transfer_ns(self, nbytes: int, source: int, destination: int) -> int:
         """0 on one device."""

@@ -239,8 +239,8 @@ class Graph:
             name: of all, or of each by its number (:meth:`name`).
         """
         first, last = self._op_count, self._op_count + count
-        while last > len(self._ops["kind"]):
-            self._ops = {key: np.resize(column, 2 * len(column)) for key, column in self._ops.items()}
+        if last > (room := len(self._ops["kind"])):
+            self._ops = {key: np.resize(column, max(2 * room, last)) for key, column in self._ops.items()}
         values: dict[str, Any] = {
             "resource": NO_RESOURCE, "duration": 0, "gap": 0, "priority": 0, "tensor": -1, "rank": -1, "nbytes": -1,
             **columns, "kind": kind, "name": self.name(name) if isinstance(name, str) else name, "alive": True,
@@ -261,8 +261,8 @@ class Graph:
         if len(pairs) and (pairs.min() < 0 or pairs.max() >= self._op_count or not self._ops["alive"][pairs].all()):
             raise ValueError("an edge of an op that is not there")
         first, last = self._edge_count, self._edge_count + len(pairs)
-        while last > len(self._edges["src"]):
-            self._edges = {key: np.resize(column, 2 * len(column)) for key, column in self._edges.items()}
+        if last > (room := len(self._edges["src"])):
+            self._edges = {key: np.resize(column, max(2 * room, last)) for key, column in self._edges.items()}
         self._edges["src"][first:last], self._edges["dst"][first:last] = pairs[:, 0], pairs[:, 1]
         self._edges["alive"][first:last] = True
         self._edge_count = last

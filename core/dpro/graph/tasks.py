@@ -134,21 +134,24 @@ def lower(tasks: Tasks, device: Ints, cluster: Cluster, priority: Ints | None = 
     """Tasks on their devices, transfers on the links between, as a graph to replay.
 
     A tensor goes once to each device that reads it, whoever reads it there. A transfer takes its turn on its link by
-    the most urgent of its readers. Tasks that take no time wait for no device.
+    the most urgent of its readers, or by a priority of its own. Tasks that take no time wait for no device.
 
     Args:
         device: [n]; :data:`CHANNEL` for collectives, whose tensors cost no transfer.
-        priority: [n] smaller first among what is ready; None: first come, first served.
+        priority: [n], or [n + transfers] in the order of :class:`Placed`: smaller first among what is ready; None:
+            first come, first served.
+
+    Raises:
+        ValueError: priorities of another length.
     """
     n = len(tasks)
-    times = cluster.times_ns(tasks.types, tasks.time_ns)
     on = np.maximum(device, 0)
-    duration = np.where(device == CHANNEL, tasks.time_ns, times[np.arange(n), on])
+    duration = np.where(device == CHANNEL, tasks.time_ns, cluster.time_on_ns(tasks.types, tasks.time_ns, on))
     graph = Graph()
     lanes = np.array([graph.resource(d.name) for d in cluster.devices])
     links = np.array([graph.resource(name) for name in cluster.links], dtype=np.int64)
     channel = graph.resource("collectives")
-    urgent = np.zeros(n, np.int64) if priority is None else priority
+    urgent = np.zeros(n, np.int64) if priority is None else priority[:n]
     resource = np.where(device == CHANNEL, channel, lanes[on])
     resource = np.where(duration == 0, NO_RESOURCE, resource)
     graph.add_ops(
@@ -163,6 +166,10 @@ def lower(tasks: Tasks, device: Ints, cluster: Cluster, priority: Ints | None = 
     tensor, to = sent // len(cluster), sent % len(cluster)
     first = np.full(len(sent), np.iinfo(np.int32).max, dtype=np.int64)
     np.minimum.at(first, use, urgent[dst[away]])
+    if priority is not None and len(priority) > n:
+        if len(priority) != n + len(sent):
+            raise ValueError(f"{len(priority)} priorities of {n} tasks and {len(sent)} transfers")
+        first = priority[n:]
     source = on[tasks.tensor_of[tensor]]
     nbytes = tasks.tensor_bytes[tensor]
     taken = np.rint(cluster.latency_ns[source, to] + cluster.ns_per_byte[source, to] * nbytes).astype(np.int64)

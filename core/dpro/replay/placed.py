@@ -2,7 +2,8 @@
 
 Knows placed tasks and the replayer; not who placed them. A buffer is there for each tensor on each device that has it:
 from when its producer (or the transfer to the device) starts, until the last of its readers there, transfers of it to
-elsewhere among them, has ended (HeteroG, CoNEXT 2020, section 5). What tasks keep (parameters) is there all the time.
+elsewhere among them, has ended (HeteroG, CoNEXT 2020, section 5). What tasks keep (parameters) is there all the time,
+and what such a task makes is what it keeps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Judged:
 
 
 def judge(tasks: Tasks, device: Ints, cluster: Cluster, priority: Ints | None = None) -> Judged:
-    """Replay ``tasks`` [n] on ``device`` [n], by ``priority`` [n] (None: first come, first served).
+    """Replay ``tasks`` [n] on ``device`` [n], by ``priority`` (None: first come, first served; see :func:`lower`).
 
     Raises:
         CycleError: some tasks wait for themselves.
@@ -56,7 +57,9 @@ def peak_bytes(placed: Placed, played: Replay, devices: int) -> npt.NDArray[np.i
     home = device[tasks.tensor_of]
     # buffers: the tensors where they are made, then each transfer's where it arrives
     owner = np.concatenate([home, placed.sent_to])
-    nbytes = np.concatenate([tasks.tensor_bytes, tasks.tensor_bytes[placed.sent_tensor]])
+    # what is kept is there already: a variable's tensor is no second copy of it
+    own = np.where(tasks.kept_bytes[tasks.tensor_of] > 0, 0, tasks.tensor_bytes)
+    nbytes = np.concatenate([own, tasks.tensor_bytes[placed.sent_tensor]])
     made = np.concatenate([start[tasks.tensor_of], start[placed.sent_op]])
     freed = np.concatenate([end[tasks.tensor_of], end[placed.sent_op]]).astype(np.int64)
     reader = device[tasks.use_task]
@@ -76,6 +79,6 @@ def peak_bytes(placed: Placed, played: Replay, devices: int) -> npt.NDArray[np.i
             continue
         times = np.concatenate([made[mine], freed[mine]])
         change = np.concatenate([nbytes[mine], -nbytes[mine]])
-        order = np.lexsort((change, times))  # at one instant what ends is freed before what begins is made
+        order = np.argsort(2 * times + (change > 0))  # at one instant what ends is freed before what begins is made
         peak[d] += max(0, int(np.cumsum(change[order]).max()))
     return peak
