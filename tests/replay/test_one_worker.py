@@ -50,7 +50,7 @@ def test_one_worker_stands_for_all(step: Step, count: int, data: st.DataObject) 
 
 
 def test_by_hand() -> None:
-    # 10, 20, and the reduction of the first (7 + 30) beside the second; the update (5) after that of the second (7 + 10)
+    # 10, then 20 beside the reduction of the first (7 + 30); that of the second (7 + 10); the update (5)
     step = step_of([10, 20, 5], [[], [0], []], [(0, 30, []), (1, 10, [2])])
     fusion = JointFusion(step, SumOfOps(), LINE)
     state = fusion.start()

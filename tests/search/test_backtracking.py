@@ -32,12 +32,14 @@ def test_it_stops_merging_where_waiting_costs_more_than_it_saves() -> None:
 
 
 def test_it_merges_what_queues() -> None:
-    # all gradients within 60 ns, an AllReduce takes 90 + bytes. The channel begins with the first at 10: (a) 100 of it,
-    the # other five merged 90 + 50: 10 + 100 + 140 = 250. (b) All merged: 60 + 90 + 60 = 210. (c) Two, then four, from
-    20: # 110, 130: 260. So all. step = step_of([10] * 6, [[], *([i] for i in range(5))], [(i, 10, []) for i in
-    range(6)], ["Conv2d"] * 6) fusion = JointFusion(step, SumOfOps(), Line(90, 1)) found = search(fusion, QUICK) assert
-    found.defaults_ns["no fusion"] == 10 + 6 * 100 assert found.makespan_ns == 210 assert full_overlap_ns(fusion,
-    found.state) == 150
+    # All gradients are there within 60 ns, an AllReduce takes 90 + bytes. The first alone, from 10 on, and the others
+    # merged: 10 + 100 + 140 = 250. Two, then four: 20 + 110 + 130 = 260. All merged: 60 + 150 = 210.
+    step = step_of([10] * 6, [[], *([i] for i in range(5))], [(i, 10, []) for i in range(6)], ["Conv2d"] * 6)
+    fusion = JointFusion(step, SumOfOps(), Line(90, 1))
+    found = search(fusion, QUICK)
+    assert found.defaults_ns["no fusion"] == 10 + 6 * 100
+    assert found.makespan_ns == 210
+    assert full_overlap_ns(fusion, found.state) == 150
 
 
 def test_it_duplicates_where_others_would_wait() -> None:

@@ -28,7 +28,7 @@ def step_of(
     types: Sequence[str] | None = None,
     nbytes: int = 100,
 ) -> Step:
-    """``reads``: by op, the ops that it reads, all before it. ``reduces``: (op that makes the gradient, bytes, readers)."""
+    """``reads``: by op, the ops before it that it reads. ``reduces``: (op that makes the gradient, bytes, readers)."""
     n = len(time_ns)
     edges = [(a, b, a) for b, before in enumerate(reads) for a in before]
     sizes = [nbytes] * n

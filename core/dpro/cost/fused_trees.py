@@ -46,6 +46,7 @@ class Trees:
             raise DproError(f"trees need at least 50 timed kernels, not {len(samples)}")
         try:
             from sklearn.ensemble import HistGradientBoostingRegressor
+            from threadpoolctl import threadpool_limits
         except ImportError as error:
             raise DproError("boosted trees need scikit-learn: pip install scikit-learn") from error
         base = SumOfOps(launch_ns)
@@ -59,7 +60,8 @@ class Trees:
                 loss="absolute_error" if k % 2 else "squared_error", max_iter=350, learning_rate=0.05,
                 max_leaf_nodes=24, min_samples_leaf=8, l2_regularization=1.0, max_features=0.5, random_state=seed + k,
             )  # fmt: skip
-            models.append(model.fit(rows, wanted))
+            with threadpool_limits(1):  # so few rows: threads would only wait for each other
+                models.append(model.fit(rows, wanted))
         return cls(base, types, models)
 
 
