@@ -52,10 +52,6 @@ class Op:
     #: Of the ops, those that make what it reads.
     needs: set[int] = field(default_factory=set)
 
-    @property
-    def type(self) -> str:
-        return self.name
-
 
 class Literal:
     def __init__(self, value: Any) -> None:

@@ -87,6 +87,8 @@ def test_others_wait_for_a_fused_op_but_not_for_a_copy() -> None:
     # a + c in 40 and a in 20, all ready at once or after it: the device takes a (its row) first
     assert makespan(fusion, twice) == 20 + 40 + 10 + 110
     assert twice.copies == {2: frozenset({0})}
+    assert fusion.named(apart) == {"ops": [["op0", "op2"]], "again": [[]], "reduces": [["reduce0"]]}
+    assert fusion.named(twice) == {"ops": [["op2"]], "again": [["op0"]], "reduces": [["reduce0"]]}
     assert not fusion.duplicate(twice, 0, 2)
 
 

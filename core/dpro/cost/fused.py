@@ -23,7 +23,9 @@ Ints = npt.NDArray[np.int64]
 #: DisCo's measure (section 6.5): over 90 % of unseen fused ops within this.
 WITHIN = 0.14
 #: Types of ops that compute much for each byte, or are a library's: their time does not follow from their bytes.
-_HEAVY = re.compile(r"conv|matmul|gemm|linear|dot_|lstm|gru|rnn|attention|pool|sort|gather|scatter|embedding|cum", re.I)
+_HEAVY = re.compile(
+    r"conv(?!ert)|matmul|gemm|linear|dot_|lstm|gru|rnn|attention|pool|sort|gather|scatter|embedding|cumsum", re.I
+)
 
 
 def is_heavy(op_type: str) -> bool:
@@ -85,7 +87,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Trust:
-    """On ``count`` kernels that it was not fitted to: shares within :data:`WITHIN`, relative errors."""
+    """On ``count`` kernels that it was not fitted to: the share within :data:`WITHIN`, relative errors."""
 
     within: float
     median_error: float
@@ -102,17 +104,21 @@ class Estimator(Protocol):
     def time_ns(self, kernel: Kernel) -> float: ...
 
 
-def judged(estimator: Estimator, samples: Sequence[Sample]) -> Trust:
-    """How far ``estimator`` is off on ``samples``, of which it should know none.
-
-    Raises:
-        ValueError: there are none.
-    """
-    if not samples:
-        raise ValueError("no kernel to hold an estimator against")
+def errors(estimator: Estimator, samples: Sequence[Sample]) -> Floats:
+    """[samples]: how far ``estimator`` is off, relative to what was timed."""
     guess = np.array([estimator.time_ns(s.kernel) for s in samples])
-    error = np.abs(guess / np.array([s.time_ns for s in samples]) - 1)
-    return Trust(float((error <= WITHIN).mean()), float(np.median(error)), float(np.quantile(error, 0.9)), len(samples))
+    off: Floats = np.abs(guess / np.array([s.time_ns for s in samples]) - 1)
+    return off
+
+
+def trust_of(off: Floats) -> Trust:
+    """
+    Raises:
+        ValueError: nothing was held against anything.
+    """
+    if not len(off):
+        raise ValueError("no kernel to hold an estimator against")
+    return Trust(float((off <= WITHIN).mean()), float(np.median(off)), float(np.quantile(off, 0.9)), len(off))
 
 
 class SumOfOps:

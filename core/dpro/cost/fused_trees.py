@@ -48,7 +48,7 @@ class Trees:
             from sklearn.ensemble import HistGradientBoostingRegressor
             from threadpoolctl import threadpool_limits
         except ImportError as error:
-            raise DproError("boosted trees need scikit-learn: pip install scikit-learn") from error
+            raise DproError("boosted trees need scikit-learn: pip install dpro[trees]") from error
         base = SumOfOps(launch_ns)
         counted = Counter(kind for s in samples for kind in s.kernel.types)
         types = [kind for kind, _ in counted.most_common(_TYPES)]

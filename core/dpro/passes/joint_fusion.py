@@ -227,6 +227,22 @@ class JointFusion:
         graph.ranks = 1
         return graph
 
+    def named(self, state: Fusion) -> dict[str, list[list[str]]]:
+        """What is fused, by name: ``ops`` and ``reduces`` that became one, and for each such kernel what of ``again``
+        it computes though another one does as well.
+        """
+        names = self.step.names
+        out: dict[str, list[list[str]]] = {"ops": [], "again": [], "reduces": []}
+        for group in sorted(set(state.order) - {-1}):
+            own = [names[node] for node in state.own(group)]
+            again = [names[op] for op in sorted(state.copies.get(group, _NONE))]
+            if group >= self.step.n:
+                out["reduces"].append(own)
+            elif len(own) > 1 or again:
+                out["ops"].append(own)
+                out["again"].append(again)
+        return out
+
     def kernel(self, ops: Sequence[int], exported: Sequence[bool]) -> Kernel:
         """What an estimator is asked about; ``ops`` ascending."""
         step, at = self.step, {op: i for i, op in enumerate(ops)}

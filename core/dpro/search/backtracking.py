@@ -17,12 +17,15 @@ from hashlib import blake2b
 
 import numpy as np
 
+from dpro.graph.cluster import Cluster, Line
 from dpro.passes.joint_fusion import Fusion, JointFusion
 from dpro.replay.engine import replay
 from dpro.search.fusion_defaults import DEFAULTS
 
 #: Draws of a random op before an edit is given up: none may be left that can be fused.
 _DRAWS = 8
+#: A line goes through what an AllReduce of nothing and one of so much take.
+_MUCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,13 @@ class Evaluator:
         if key not in self._known:
             self._known[key] = replay(self.fusion.lower(state)).makespan_ns
         return self._known[key]
+
+
+def all_reduce_line(cluster: Cluster) -> Line:
+    """What an AllReduce over all devices takes, as DisCo has it: linear in its bytes (section 4.3)."""
+    devices = range(len(cluster))
+    nothing_ns = cluster.all_reduce_ns(0, devices)
+    return Line(nothing_ns, (cluster.all_reduce_ns(_MUCH_BYTES, devices) - nothing_ns) / _MUCH_BYTES)
 
 
 def full_overlap_ns(fusion: JointFusion, state: Fusion) -> int:
