@@ -59,7 +59,7 @@ SEARCHED = {
 }
 SWEPT = ("alexnet", "vgg16", "resnet50")
 WORKERS, GB_PER_S = 8, 10.0
-ALPHAS, BETAS = (1.0, 1.05, 1.1), (1, 5, 10, 30)
+ALPHAS, BETAS = (1.0, 1.01, 1.05, 1.1), (1, 5, 10, 30)
 PARTS = ("estimators", "search", "sweep", "scale")
 
 

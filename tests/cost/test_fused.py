@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -17,6 +18,7 @@ from dpro.cost.fused import (
     Trust,
     errors,
     is_heavy,
+    loops,
     trust_of,
 )
 from dpro.cost.fused_gnn import Gnn
@@ -69,7 +71,24 @@ def test_kinds_that_compute_much() -> None:
         "AccumulateGrad",
         "convert_element_type",
     ]
-    assert not any(map(is_heavy, light))
+    assert not any(map(is_heavy, [*light, "convert_element_type"]))
+
+
+def test_what_a_compiler_makes_loops_of() -> None:
+    # 0 mul -> 1 exp -> 2 add, 3 reduce; exp is dear and read twice: it is written; mul goes into it
+    kernel = Kernel(
+        ("mul", "exp", "add", "reduce_sum"), np.array([4.0, 9.0, 5.0, 3.0]), np.array([8.0, 8, 8, 8]),
+        np.array([8.0, 8, 8, 1]), np.zeros(4), np.array([0, 1, 1]), np.array([1, 2, 3]), np.array([8.0, 8, 8]),
+        np.array([False, False, True, True]), 1, 8.0,
+    )  # fmt: skip
+    inside = loops(kernel)
+    assert inside == {1: [0, 1], 2: [2], 3: [3]}
+    # were it cheap, both would compute it again
+    cheap = dataclasses.replace(kernel, types=("mul", "add", "add", "reduce_sum"))
+    assert loops(cheap) == {2: [0, 1, 2], 3: [0, 1, 3]}
+    # a matrix product reads what is written, and is a library's call of its own
+    dot = dataclasses.replace(kernel, types=("mul", "dot_general", "add", "reduce_sum"))
+    assert loops(dot) == {0: [0], 1: [1], 2: [2], 3: [3]}
 
 
 def test_the_sum_of_its_ops_launched_once() -> None:

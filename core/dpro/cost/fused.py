@@ -27,6 +27,9 @@ _HEAVY = re.compile(
     r"conv(?!ert)|matmul|gemm|linear|dot_|lstm|gru|rnn|attention|pool|sort|gather|scatter|embedding|cumsum", re.I
 )
 
+#: Types of ops that no compiler computes twice to spare writing them (XLA's ``IsExpensive``).
+_DEAR = re.compile(r"exp|log|tanh|pow|sqrt|sin|cos|erf|reduce|arg|softmax|norm|gelu", re.I)
+
 
 def is_heavy(op_type: str) -> bool:
     """Whether ops of a type are more than a pass over their bytes (``Conv2d``, ``dot_general``)."""
@@ -74,6 +77,37 @@ class Kernel:
         stays = np.bincount(self.target, self.edge_bytes, len(self)) + np.where(self.exported, 0.0, self.out_bytes)
         share: Floats = np.minimum(stays / np.maximum(self.in_bytes + self.out_bytes, 1.0), 1.0)
         return share
+
+
+def loops(kernel: Kernel) -> dict[int, list[int]]:
+    """The loops that a compiler makes of a kernel, by the op that each writes: the ops computed in it, ascending.
+
+    XLA's rule in short: what computes much runs alone, on what was written before it; what others read, and what is
+    dear and read more than once, is written; the rest is computed in whatever reads it, again in each.
+    """
+    n = len(kernel)
+    reads: list[list[int]] = [[] for _ in range(n)]
+    readers: list[list[int]] = [[] for _ in range(n)]
+    for a, b in zip(kernel.source.tolist(), kernel.target.tolist(), strict=True):
+        reads[b].append(a)
+        readers[a].append(b)
+    heavy = kernel.heavy()
+    written = [
+        bool(kernel.exported[i] or heavy[i] or not readers[i])
+        or (len(set(readers[i])) > 1 and _DEAR.search(kernel.types[i]) is not None)
+        or any(heavy[r] for r in readers[i])
+        for i in range(n)
+    ]
+    out: dict[int, list[int]] = {}
+    for root in range(n):
+        if written[root]:
+            inside, waiting = {root}, [root]
+            while waiting:
+                new = {a for a in reads[waiting.pop()] if not written[a]} - inside
+                inside |= new
+                waiting += new
+            out[root] = sorted(inside)
+    return out
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dpro.cost.fused import Floats, Kernel, Sample, SumOfOps, Trust
+from dpro.cost.fused import Floats, Kernel, Sample, SumOfOps, Trust, loops
 from dpro.errors import DproError
 
 #: Types with features of their own: so many, the most frequent.
@@ -66,7 +66,7 @@ class Trees:
 
 
 def features(kernel: Kernel, base: SumOfOps, types: Sequence[str]) -> Floats:
-    """[14 + 3 · types]: sizes and times in logarithms; of each type its ops, its share of the ops' time, and the share
+    """[19 + 3 · types]: sizes and times in logarithms; of each type its ops, its share of the ops' time, and the share
     of what it would save if nothing that stays inside cost anything.
     """
     work = np.maximum(kernel.time_ns - base.launch_ns, 0.0)
@@ -74,6 +74,9 @@ def features(kernel: Kernel, base: SumOfOps, types: Sequence[str]) -> Floats:
     inside = work * kernel.kept_share()
     heavy = kernel.heavy()
     depth = _depth(kernel)
+    inside_of = loops(kernel)
+    again = sum(float(work[ops].sum()) for ops in inside_of.values())
+    looped_bytes = sum(_moved(kernel, root, ops) for root, ops in inside_of.items())
     at = {kind: i for i, kind in enumerate(types)}
     of_type = np.array([at.get(kind, len(types)) for kind in kernel.types])
     by_type = np.stack([
@@ -88,9 +91,17 @@ def features(kernel: Kernel, base: SumOfOps, types: Sequence[str]) -> Floats:
         np.log1p(kernel.read_bytes), np.log1p(kernel.written_bytes), np.log1p(kernel.flops.sum()),
         np.log1p(kernel.edge_bytes.sum()) - np.log1p(moved), np.log((moved + 1.0) / whole),
         len(kernel), kernel.inputs, kernel.outputs, depth,
+        len(inside_of), again / whole, np.log1p(looped_bytes), np.log((looped_bytes + 1.0) / whole),
     ]  # fmt: skip
     row: Floats = np.concatenate([np.array(whole_row, dtype=np.float64), by_type.ravel()])
     return row
+
+
+def _moved(kernel: Kernel, root: int, ops: list[int]) -> float:
+    """Bytes that a loop reads and writes."""
+    inside = np.isin(kernel.target, ops)
+    between = float(kernel.edge_bytes[inside & np.isin(kernel.source, ops)].sum())
+    return max(float(kernel.in_bytes[ops].sum()) - between, 0.0) + float(kernel.out_bytes[root])
 
 
 def _depth(kernel: Kernel) -> int:
