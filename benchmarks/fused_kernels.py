@@ -2,8 +2,9 @@
 
 The training steps of :mod:`benchmarks.fused_models` are taken apart into XLA's ops (jaxpr equations). As in DisCo (TPDS
 2022, section 5.2) a sample is an op, fused with a predecessor again and again; XLA compiles just these ops, for one
-core without its thread pool. Every op is timed alone in the same way. A time is the least of several runs, in two
-rounds minutes apart: how far the rounds differ is what no estimator can know. No sample is measured of two models.
+core without its thread pool. Every op is timed alone in the same way. A time is the core's own, the least of several
+runs (:class:`Yardstick`), in two rounds up to a minute apart: how far these differ is what no estimator can know. No
+sample is measured of two models.
 
 ``python -m benchmarks.fused_kernels --json [--seconds 600]`` prints ``{kernels, ops, launch_ns, rounds_within_14pct,
 models, seconds}`` and keeps the samples in the user's cache folder (:data:`CACHE`), for ``benchmarks.disco``.
@@ -33,7 +34,9 @@ ENV = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_ARENA_MAX": "1",
 }  # fmt: skip
 MOST_OPS = 24
-_RUNS, _RUN_S = 8, 0.0012
+_RUNS, _MOST_RUNS, _RUN_S = 5, 20, 0.0008
+#: The yardstick may take this many times its usual time.
+_QUIET = 1.07
 #: Never in a sample: not ops of a fused kernel in any compiler.
 _NEVER = ("conv_general", "reduce_window", "select_and_scatter", "custom_", "while", "scan", "pjit")
 
@@ -179,33 +182,72 @@ def _leads_back(steps: Steps, op: int, inside: set[int]) -> bool:
     return False
 
 
+class Yardstick:
+    """A kernel whose time is known, to tell whether the core is its usual self.
+
+    A neighbour on its sibling thread, or on the host, makes everything half as long again, for seconds.
+    """
+
+    def __init__(self) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        function = jax.jit(lambda x: jnp.tanh(x) * 2)
+        array = jnp.ones((150, 200))
+        self._call = lambda: jax.block_until_ready(function(array))
+        self.usual_ns = float(np.quantile([self._once() for _ in range(400)], 0.1))
+
+    def _once(self) -> float:
+        return _cpu_ns(self._call, 4)
+
+    def slower(self) -> float:
+        """How many times its usual time it takes now."""
+        taken = self._once()
+        self.usual_ns = min(self.usual_ns, max(taken, 0.95 * self.usual_ns))
+        return taken / self.usual_ns
+
+
+def _cpu_ns(call: Callable[[], Any], times: int) -> float:
+    """Of the thread, so that whoever takes the core in between is not counted; all runs on it."""
+    began = time.thread_time_ns()
+    for _ in range(times):
+        call()
+    return (time.thread_time_ns() - began) / times
+
+
 @dataclass
 class Timed:
     """A compiled function; ``rounds``: the least time of each round, ns."""
 
     call: Callable[[], Any]
+    yardstick: Yardstick
     rounds: list[float] = field(default_factory=list)
 
     def measure(self) -> None:
-        call = self.call
-        began = time.perf_counter_ns()
-        call()
-        once_ns = time.perf_counter_ns() - began
+        """A run counts where the yardstick took its usual time just before and just after."""
+        once_ns = _cpu_ns(self.call, 2)
         times = max(1, min(100, int(_RUN_S * 1e9 / max(once_ns, 1))))
-        least = float("inf")
-        for _ in range(_RUNS):
-            began = time.perf_counter_ns()
-            for _ in range(times):
-                call()
-            least = min(least, (time.perf_counter_ns() - began) / times)
-        self.rounds.append(least)
+        quiet: list[float] = []
+        rest: list[float] = []
+        before = self.yardstick.slower()
+        for _ in range(_MOST_RUNS):
+            taken = _cpu_ns(self.call, times)
+            after = self.yardstick.slower()
+            slower = max(before, after, 1.0)
+            (quiet if slower < _QUIET else rest).append(taken if slower < _QUIET else taken / slower)
+            before = after
+            if len(quiet) == _RUNS:
+                break
+        self.rounds.append(min(quiet) if quiet else float(np.median(rest)))
 
     @property
     def time_ns(self) -> float:
         return min(self.rounds)
 
 
-def compiled(steps: Steps, ops: Sequence[int], exported: set[int], rng: np.random.Generator) -> Timed:
+def compiled(
+    steps: Steps, ops: Sequence[int], exported: set[int], rng: np.random.Generator, yardstick: Yardstick
+) -> Timed:
     """XLA's kernel of ``ops``, on arrays of random numbers."""
     import jax
 
@@ -226,7 +268,7 @@ def compiled(steps: Steps, ops: Sequence[int], exported: set[int], rng: np.rando
     function = jax.jit(run)
     call = lambda: jax.block_until_ready(function(*arrays))  # noqa: E731
     call()
-    return Timed(call)
+    return Timed(call, yardstick)
 
 
 def _random(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> Any:
@@ -274,7 +316,8 @@ def measure(seconds: float, seed: int = 0) -> dict[str, Any]:
     seen: set[str] = set()
     alone: dict[str, Timed] = {}
     rows: list[tuple[str, Kernel, list[float]]] = []
-    launch = Timed(_launch())
+    yardstick = Yardstick()
+    launch = Timed(_launch(), yardstick)
     launch.measure()
     for k, steps in enumerate(models):
         until = began + seconds * (k + 1) / len(models)
@@ -292,10 +335,10 @@ def measure(seconds: float, seed: int = 0) -> dict[str, Any]:
             for op in found[0]:
                 key = steps.ops[op].name + steps.ops[op].shapes
                 if key not in alone:
-                    alone[key] = compiled(steps, [op], {op}, rng)
+                    alone[key] = compiled(steps, [op], {op}, rng, yardstick)
                     alone[key].measure()
                     fresh.append(alone[key])
-            timed = compiled(steps, *found, rng)
+            timed = compiled(steps, *found, rng, yardstick)
             timed.measure()
             mine.append((timed, *found))
         for timed in [*fresh, *(m[0] for m in mine)]:  # the second round

@@ -19,7 +19,7 @@ from dpro.errors import DproError
 #: Types with features of their own: so many, the most frequent.
 _TYPES = 28
 #: Trees are averaged over so many random halves of samples and features: a forest of forests, less noise.
-_MODELS = 4
+_MODELS = 3
 
 
 class Trees:
@@ -57,7 +57,7 @@ class Trees:
         models = []
         for k in range(_MODELS):
             model = HistGradientBoostingRegressor(
-                loss="absolute_error" if k % 2 else "squared_error", max_iter=350, learning_rate=0.05,
+                loss="absolute_error" if k % 2 else "squared_error", max_iter=200, learning_rate=0.07,
                 max_leaf_nodes=24, min_samples_leaf=8, l2_regularization=1.0, max_features=0.5, random_state=seed + k,
             )  # fmt: skip
             with threadpool_limits(1):  # so few rows: threads would only wait for each other
