@@ -21,6 +21,7 @@ from dpro.cost.fused import (
     loops,
     trust_of,
 )
+from dpro.cost.fused_choice import DEFAULT, estimator
 from dpro.cost.fused_gnn import Gnn
 from dpro.cost.fused_trees import Trees, features
 from dpro.errors import DproError
@@ -177,3 +178,14 @@ def test_a_network_knows_more_than_the_sum_of_ops() -> None:
     assert judged(net, held_out).median_error < judged(SumOfOps(LAUNCH_NS), held_out).median_error / 2
     again = Gnn.fit(learnt, LAUNCH_NS, epochs=12)
     assert net.time_ns(held_out[0].kernel) == again.time_ns(held_out[0].kernel)
+
+
+def test_what_is_used_when_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(estimator(), SumOfOps)
+    few = estimator(samples(20, 0), LAUNCH_NS)
+    assert isinstance(few, SavedTraffic) and few.saved == SAVED
+    # the models are m0, m1, m2; the first is held out, and the rule is known exactly
+    assert few.trust is not None and (few.trust.within, few.trust.count) == (1, 7)
+    monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
+    assert isinstance(estimator(samples(70, 0), LAUNCH_NS), SavedTraffic)
+    assert DEFAULT == Trees.name
