@@ -16,13 +16,14 @@ FRAMEWORKS = {
     "torch", "torchvision", "lightning", "pytorch_lightning", "tensorflow", "keras", "tf_keras", "mxnet", "horovod",
     "byteps", "jax", "transformers",
 }  # fmt: skip
-NAME_FRAMEWORKS = {"dpro.report.doctor", "dpro.search.agent"}
+NAME_FRAMEWORKS = {"dpro.report.doctor", "dpro.search.agent", "dpro.cost.fused_gnn"}
 #: What an integration may import by the prefix of its name: it is of no use, and not imported, where that is not.
 OWN_FRAMEWORKS = {
     "torch_": {"torch"}, "horovod_": {"horovod", "torch"},
     "mxnet": {"mxnet", "horovod", "byteps"},
     "keras": {"tensorflow", "keras", "horovod", "byteps"},
 }  # fmt: skip
+
 
 #: From the ground up; an import goes down, or stays on its floor.
 FLOORS: list[set[str]] = [
