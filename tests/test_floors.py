@@ -34,7 +34,7 @@ FLOORS: list[set[str]] = [
     {"passes"},
     {"report", "search"},
     {"tuner", "planning", "session", "outcome", "meeting"},  # all but the first are pieces of the tuner
-    {"cli", "cli_output", "cli_whatif", "__main__", "dpro_integrations"},
+    {"cli", "cli_output", "cli_whatif", "cli_place", "__main__", "dpro_integrations"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -34,9 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-#: Who can choose the edits (design: fastt, heterog and disco are to come).
-STRATEGIES = ("dpro",)
-
 PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="A run folder, a trace file, or a folder of them.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 F = TypeVar("F", bound=Callable[..., None])
@@ -194,7 +191,8 @@ def optimize(
     passes: Annotated[
         str, typer.Option(help="Passes to use, by name, with commas between.")
     ] = "tensor_fusion,op_fusion,cycle_time,tensor_partition,in_flight",
-    strategy: Annotated[str, typer.Option(help="Who chooses the edits: dpro.")] = "dpro",
+    strategy: Annotated[str, typer.Option(help="Who chooses: dpro, or fastt, heterog, disco with --cluster.")] = "dpro",
+    cluster: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Devices and links.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here.")] = None,
     json: Json = False,
 ) -> None:
@@ -208,8 +206,10 @@ def optimize(
     from dpro.search.critical_path import optimize as search
     from dpro.search.others import try_out
 
-    if strategy not in STRATEGIES:
-        raise typer.BadParameter(f"{strategy!r}: there is {', '.join(STRATEGIES)}", param_hint="--strategy")
+    if strategy != "dpro":
+        from dpro.cli_place import known, optimize
+
+        return optimize(path, lambda: _assemble(path, _load(path)), known(strategy), cluster, output, json)
     if output is not None:
         files.claim(output, path)
     named = {name: registry.find(name) for name in filter(None, (part.strip() for part in passes.split(",")))}
@@ -279,6 +279,23 @@ def optimize(
         notes.append(f"plan: {output}" if output else "-o plan.json writes the first of these plans")
     console().print(table.verdict_table(rows, "PREDICTED", notes))
     print_warnings(warnings)
+
+
+@command
+def place(
+    graph: Annotated[Path, typer.Argument(metavar="GRAPH", help="A model's layers or operators, with their times.")],
+    cluster: Annotated[Path, typer.Option(metavar="FILE.yaml", help="Devices and links.")],
+    strategy: Annotated[str, typer.Option(help="fastt, heterog or disco.")] = "fastt",
+    batch: Annotated[float, typer.Option(help="Of the batch that the graph was profiled with.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of a search that draws.")] = 0,
+    seconds: Annotated[float, typer.Option(help="For a search that ends when its time is up.")] = 30.0,
+    perfetto: Annotated[Path | None, typer.Option(metavar="OUT", help="The schedule, for ui.perfetto.dev.")] = None,
+    json: Json = False,
+) -> None:
+    """Where each op of a model runs, in which order, judged by replay."""
+    from dpro.cli_place import place as answer
+
+    answer(graph, cluster, strategy, batch, seed, seconds, perfetto, json)
 
 
 @command

@@ -319,7 +319,7 @@ def test_cut_file_is_read_as_far_as_it_goes(tmp_path: Path, packed: bool) -> Non
         (["whatif", "{trace}", "--bandwidth", "2x"], "no collective"),
         (["whatif", "{trace}", "--workers", "8"], "1 worker"),
         (["whatif", "{trace}", "--workers", "many"], "--workers"),
-        (["optimize", "{trace}", "--strategy", "magic"], "there is dpro"),
+        (["optimize", "{trace}", "--strategy", "magic"], "there are fastt"),
         (["optimize", "{trace}", "--passes", "magic"], "no pass named 'magic'; there are: "),
         (["export", "{trace}", "--perfetto", "{tmp}/no/such/out.json"], "{tmp}/no/such/out.json: No such file"),
         (["optimize", "{trace}", "-o", "{tmp}/no/such/plan.json"], "{tmp}/no/such/plan.json: No such file"),
