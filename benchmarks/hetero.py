@@ -83,7 +83,7 @@ def measure(model: str, comm: str, link: str, args: argparse.Namespace) -> dict[
 
 def _noise(times: Any) -> float:
     quarters = statistics.quantiles(times, n=4)
-    return (quarters[2] - quarters[0]) / statistics.median(times)
+    return float((quarters[2] - quarters[0]) / statistics.median(times))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -212,8 +212,8 @@ def make_plans(
             for some in (found.candidates, found.at_start)
         )
         if shares:
-            also = {"batch_shares": shares.batch_shares}
-            plans, at_start = [(f"{_words(shares)}, {name}", replace(p, **also)) for name, p in plans], []
+            words, dealt = _words(shares), shares.batch_shares
+            plans, at_start = [(f"{words}, {name}", replace(plan, batch_shares=dealt)) for name, plan in plans], []
         planned.at_start = planned.at_start or at_start
         known = [plan.settings() for _, plan in planned.plans]
         fresh = [named for named in plans if named[1].settings() not in known]
