@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpro.graph.cluster import Cluster, Device, Line
+from dpro.graph.graph import OpKind
 from dpro.graph.tasks import CHANNEL
 from dpro.passes.forms import Form, FormCompiler, Strategy
 from dpro.passes.replicate import LAUNCH_NS, REPLICA, replicate
@@ -129,6 +130,18 @@ def test_times_of_a_parameter_server_and_of_a_collective_by_hand() -> None:
     assert judge(tasks, device, cluster).makespan_ns == parts + 8_000_000
     tasks, device = compiler.compile(uniform(Form.full(1), True, 5))
     assert judge(tasks, device, cluster).makespan_ns == 12_000_000
+
+
+def test_a_collective_between_machines_uses_the_link_that_they_share() -> None:
+    line = Line.of(1.0, 0)
+    cluster = Cluster([Device(f"d{i}", "gpu", f"m{i // 2}") for i in range(4)], line, line, shared=True)
+    compiler = FormCompiler(line_model(), cluster)
+    on = {}
+    for devices in ((0, 1), (1, 2)):
+        graph = judge(*compiler.compile(uniform(Form.parted(*devices), True, 5)), cluster).placed.graph
+        kinds = graph.column("kind") == OpKind.COLLECTIVE
+        on[devices] = [graph.resource_names[r] for r in graph.column("resource")[kinds]]
+    assert on == {(0, 1): ["collectives"], (1, 2): ["link/between"]}
 
 
 def test_memory_by_hand() -> None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dpro.errors import TraceError
 
 DEFAULT = "default"
+SHARED_LINK = "link/between"
 MAX_DEVICES = 1024
 _MAX_FILE_BYTES = 1 << 20
 
@@ -94,7 +95,7 @@ class Cluster:
             return f"link/{one.name}>{other.name}", self.within
         ends = [machines.get(device.machine, self.between) for device in (one, other)]
         line = Line(max(e.latency_ns for e in ends), max(e.ns_per_byte for e in ends))
-        return "link/between" if self.shared else f"link/{one.machine}>{other.machine}", line
+        return SHARED_LINK if self.shared else f"link/{one.machine}>{other.machine}", line
 
     def __len__(self) -> int:
         return len(self.devices)

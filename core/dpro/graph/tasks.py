@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dpro.graph.cluster import Cluster
+from dpro.graph.cluster import SHARED_LINK, Cluster
 from dpro.graph.graph import NO_RESOURCE, Graph, OpKind
 
 Ints = npt.NDArray[np.int64]
@@ -116,6 +116,24 @@ class TasksBuilder:
         )  # fmt: skip
 
 
+def _channels(tasks: Tasks, device: Ints, cluster: Cluster, graph: Graph) -> Ints:
+    """[n] what a collective runs on: one channel, or, where there is one link between machines and it uses that, the
+    link.
+    """
+    channel = np.full(len(tasks), graph.resource("collectives"))
+    between = SHARED_LINK in cluster.links
+    if between and np.any(device == CHANNEL):
+        machines = {device.machine: i for i, device in enumerate(cluster.devices)}
+        machine = np.array([machines[device.machine] for device in cluster.devices])
+        member = device[tasks.use_task] == CHANNEL
+        task, of = tasks.use_task[member], machine[device[tasks.tensor_of[tasks.use_tensor[member]]]]
+        least, most = np.full(len(tasks), len(machine)), np.full(len(tasks), -1)
+        np.minimum.at(least, task, of)
+        np.maximum.at(most, task, of)
+        channel[least < most] = graph.resource(SHARED_LINK)
+    return channel
+
+
 @dataclass(frozen=True)
 class Placed:
     """A graph of tasks on devices. Op i is task i for i < len(tasks); the rest are transfers, one for each tensor and
@@ -150,7 +168,7 @@ def lower(tasks: Tasks, device: Ints, cluster: Cluster, priority: Ints | None = 
     graph = Graph()
     lanes = np.array([graph.resource(d.name) for d in cluster.devices])
     links = np.array([graph.resource(name) for name in cluster.links], dtype=np.int64)
-    channel = graph.resource("collectives")
+    channel = _channels(tasks, device, cluster, graph)
     urgent = np.zeros(n, np.int64) if priority is None else priority[:n]
     resource = np.where(device == CHANNEL, channel, lanes[on])
     resource = np.where(duration == 0, NO_RESOURCE, resource)

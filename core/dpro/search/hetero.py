@@ -251,11 +251,11 @@ class Space:
         for a, action in enumerate(self.actions):
             shares = np.bincount(action.form.devices, minlength=len(self.cluster)) / len(action.form.devices)
             cost[:, a] = (spent * shares).max(axis=1)
-            n = len(action.form.distinct)
+            n, among = len(action.form.distinct), np.ix_(action.form.distinct, action.form.distinct)
             if n > 1:
                 for g in range(self.groups):
                     collective = self.cluster.all_reduce_ns(int(kept[g]), action.form.distinct)
-                    by_server = 2 * (n - 1) * self.cluster.ns_per_byte.max() * kept[g] / n
+                    by_server = 2 * (n - 1) * self.cluster.ns_per_byte[among].max() * kept[g] / n
                     cost[g, a] += collective if action.all_reduce else by_server
         weight = 1.0 / np.maximum(cost, cost.max() * 1e-6 + 1.0)
         return np.asarray(weight / weight.sum(axis=1, keepdims=True))

@@ -2,8 +2,9 @@
 
 Knows a :class:`~dpro.search.hetero.Space`. The tree decides on group after group, the costliest first (``PUCT``, as
 TAG has it: ``fastt_heterog_disco.md`` section 2.10). A leaf leaves groups undecided: they are taken from the best
-choice so far, and what that replays to is the leaf's value. Half of the budget goes to the tree, the rest to descent:
-each group's best action with all others fixed, and kicks out of where that ends: runs of neighbours together.
+choice so far, and what that replays to is the leaf's value. A third of the budget goes to the tree, the rest to
+descent: each group's best action with all others fixed, from several choices of the pool, and kicks out of where that
+ends.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from dpro.trace.model_graph import ModelGraph
 #: How much an untried action is worth trying.
 _EXPLORE = 0.5
 #: Of the budget, for the tree.
-_TREE = 0.5
+_TREE = 0.3
 _LONGEST_RUN = 8
+#: Choices of the pool that a descent begins from, the best one first.
+_STARTS = 4
 #: Actions of a group that a first descent tries.
 _PROMISING = 5
 
@@ -56,8 +59,7 @@ def search(
 
 def explore(space: Space, seed: int = 0, *, uniform_priors: bool = False) -> Choice:
     """Search ``space`` until its budget is spent, or all of it is known; the best choice."""
-    for choice in space.pool().values():
-        space.evaluate(choice)
+    pool = {space.canonical(choice): space.evaluate(choice).key for choice in space.pool().values()}
     assert space.best is not None
     rng = random.Random(seed)
     total = math.prod(len(options) for options in space.options)
@@ -69,7 +71,7 @@ def explore(space: Space, seed: int = 0, *, uniform_priors: bool = False) -> Cho
         lost = 0 if space.evaluations > before else lost + 1
         if _share(space, begun, first) >= _TREE:
             break
-    _descend(space, rng, total)
+    _descend(space, sorted(pool, key=lambda choice: (pool[choice], choice))[1:_STARTS], rng, total)
     return space.best
 
 
@@ -148,9 +150,9 @@ class _Tree:
         return place
 
 
-def _descend(space: Space, rng: random.Random, total: int) -> None:
-    """Every group in turn until nothing helps, first by its most promising actions; then from a choice a few steps
-    away.
+def _descend(space: Space, others: list[Choice], rng: random.Random, total: int) -> None:
+    """Every group in turn until nothing helps, first by its most promising actions; so from the best choice, from
+    ``others``, and then again and again from a few steps away from the best.
     """
     assert space.best is not None
     first = np.full(space.groups, len(space.group))
@@ -158,7 +160,11 @@ def _descend(space: Space, rng: random.Random, total: int) -> None:
     line = np.argsort(first, kind="stable").tolist()
     prior = space.priors()
     ranked = [sorted(options, key=lambda a, g=g: (-prior[g, a], a)) for g, options in enumerate(space.options)]
-    here, lost = _settle(space, space.best, [options[:_PROMISING] for options in ranked], rng), 0
+    few = [options[:_PROMISING] for options in ranked]
+    for start in [space.best, *others]:
+        if not space.spent():
+            _settle(space, start, few, rng)
+    here, lost = space.best, 0
     while not space.spent() and space.evaluations < total and lost < 200:
         before = space.evaluations
         here = _settle(space, here, ranked, rng)
