@@ -1,0 +1,164 @@
+"""Layers on the devices that a plan gives them, in one process: real Keras jobs on three logical devices of the CPU.
+
+The same jobs run with Keras 2 and with Keras 3, in the environments of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.backends.build import VENV
+from tests.frameworks.launch import ROOT, Ranks, Result
+
+JOBS = "tests.frameworks.keras_placement.jobs"
+#: All short forms; ``own`` is a layer of the user's with a gradient function of its own and a ``tf.function``.
+PLACEMENT = {"norm": "CPU:1", "loop": "CPU:1", "convl": "/CPU:1", "act": "/device:CPU:1", "own": "cpu:2",
+             "convr": "/job:localhost/replica:0/task:0/device:CPU:2"}  # fmt: skip
+ON = {"norm": "CPU:1", "convl": "CPU:1", "act": "CPU:1", "own": "CPU:2", "convr": "CPU:2", "head": "CPU:0"}
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(scope="module", params=["keras 2", "keras 3"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs a job's function in a process that has imported TensorFlow."""
+    python = VENV / "bin" / "python" if request.param == "keras 2" else ROOT / ".venv-keras3" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no {python.parents[1].name} here: `make test` makes it")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "core"))
+        ranks = Ranks(JOBS, python=str(python))
+        folders = (tmp_path_factory.mktemp("job") for _ in range(1000))
+        yield lambda target, **given: ranks.run(f"{JOBS}:{target}", next(folders), ranks=1, **given).ok()
+        ranks.close()
+
+
+@pytest.fixture(scope="module")
+def plain(run: Run) -> Callable[..., Any]:
+    """Values of jobs without a plan."""
+
+    @cache
+    def found(target: str, steps: int = 1) -> Any:
+        given = {"plans": [{}] * steps, "look": [*ON], "pairs": []} if target == "placed" else {"settings": None}
+        (value,) = run(target, **given).values
+        return value
+
+    return found
+
+
+def same(found: Any, other: Any) -> None:
+    """Weights and momenta are, to the last bit."""
+    for mine, theirs in zip(found["weights"], other["weights"], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_layers_run_where_the_plan_has_them_and_train_to_the_same_bits(run: Run, plain: Callable[..., Any]) -> None:
+    """Forward and backward, as TensorFlow's executor got them; nothing runs elsewhere for want of a kernel there."""
+    pairs = [["convr", "head"], ["convl", "convr"]]
+    (value,) = run("placed", plans=[{"placement": PLACEMENT}], look=[*ON], pairs=pairs).values
+    (under,) = value["under"]
+    assert "placement" in value["knobs"] and under["graphs"] == 1
+    assert under["forward"] == {name: [device] for name, device in ON.items()}
+    assert under["backward"] == {name: [device] for name, device in ON.items()}
+    # gradient functions of the user's, which TensorFlow calls without saying whose they are
+    assert under["ops"] == {
+        "Sinh": ["CPU:2"], "Digamma": ["CPU:2"], "Conv2DBackpropFilter": ["CPU:1", "CPU:2"],
+        "Elu": ["CPU:1"], "EluGrad": ["CPU:1"],  # in a loop
+    }  # fmt: skip
+    assert under["waits"] == [False, False]
+    assert under["another"] and under["on"] == ["act", "convl", "convr", "loop", "norm", "own", "model"]
+    without = plain("placed")
+    assert without["under"][0]["forward"] == {name: ["CPU:0"] for name in ON}
+    same(value, without)
+    assert value["left"] == [] and value["own again"]
+
+
+def test_layers_of_one_device_run_in_the_plans_order(run: Run, plain: Callable[..., Any]) -> None:
+    """Also against the order in which Keras calls them; what waits for nothing across devices still does not."""
+    order = ["convr", "dense", "convl", "own", "head"]
+    pairs = [["convl", "convr"], ["dense", "convr"], ["convl", "dense"], ["convr", "convl"]]
+    plans = [
+        {"order": order},  # all on the first device
+        {"order": ["head", *order[::-1][1:]]},  # the head's data are of the others: it can't be first
+        {"order": order, "placement": {"convl": "CPU:1", "convr": "CPU:1", "own": "CPU:1", "dense": "CPU:2"}},
+    ]
+    (value,) = run("placed", plans=plans, look=["convl", "convr", "dense"], pairs=pairs).values
+    waits = [under["waits"] for under in value["under"]]
+    assert waits[0] == [True, True, True, False]
+    assert waits[1] == [False, False, False, True]
+    assert waits[2] == [True, False, False, False]
+    assert value["under"][2]["forward"] == {"convl": ["CPU:1"], "convr": ["CPU:1"], "dense": ["CPU:2"]}
+    assert value["left"] == [] and value["own again"]
+    same(value, plain("placed", 3))
+
+
+def test_order_is_control_edges(run: Run) -> None:
+    """From the op that makes a layer's result to those that take what the next one is given; none for what the data
+    order anyway, nor for a layer that has no ops."""
+    (value,) = run("edges", order=["convr", "convl", "norm", "nothing", "dense"]).values
+    (first, then) = value["edges"]
+    assert first == ["convl: Conv2D", ["convr: BiasAdd"]]
+    assert then[0] == "dense: MatMul" and len(then[1]) == 1 and then[1][0].startswith("norm: ")
+
+
+def test_bad_placements_change_nothing(run: Run, plain: Callable[..., Any]) -> None:
+    asked = [
+        ({"placement": {"nowhere": "CPU:1"}}, "the model has no layer 'nowhere'"),
+        ({"order": ["head", "nowhere"]}, "the model has no layer 'nowhere'"),
+        ({"placement": {"head": "CPU:3"}}, "this process has no device 'CPU:3', but /device:CPU:0, /device:CPU:1, "),
+        ({"placement": {"head": "GPU:0"}}, "this process has no device 'GPU:0'"),
+        ({"placement": {"head": "the fast one"}}, "this process has no device 'the fast one'"),
+        ({"placement": {"head": "/job:worker/task:1/CPU:0"}}, "this process has no device '/job:worker"),
+        ({"order": ["head", "dense", "head"]}, "layer 'head' is ordered twice"),
+        ({"placement": {"head": "CPU:1"}, "compile_regions": ["head"]}, "layer 'head' is placed, and compiled by XLA"),
+        ({"order": ["own/inner"], "compile_regions": ["own"]}, "layer 'own/inner' is ordered, and compiled by XLA"),
+        ({"placement": {"head": "CPU:1"}, "recompute": ["head"]}, "or recomputed, not both"),
+        ({"placement": {"loop/each": "CPU:1"}}, "layer 'loop/each' is called in a loop or function"),
+        ({"order": ["head", "loop/never"]}, "layer 'loop/never' is not called on its own in training"),
+        ({"placement": {}, "order": []}, "the plan has none of compile_regions, recompute, placement, order"),
+    ]
+    (value,) = run("refused", plans=[settings for settings, _ in asked]).values
+    for said, (_, says) in zip(value["said"], [*asked, ({}, "this process computes on one device")], strict=True):
+        assert says in said
+    same(value, plain("placed"))
+
+
+def test_layers_compiled_beside_placed_ones(run: Run, plain: Callable[..., Any]) -> None:
+    """Another compiler rounds otherwise."""
+    plans = [{"placement": {"own": "CPU:2", "convr": "CPU:1"}, "compile_regions": ["act"]}]
+    (value,) = run("placed", plans=plans, look=["convr"], pairs=[]).values
+    assert value["under"][0]["ops"]["Sinh"] == ["CPU:2"] and value["under"][0]["forward"]["convr"] == ["CPU:1"]
+    assert value["left"] == [] and value["own again"]
+    for mine, theirs in zip(value["weights"], plain("placed")["weights"], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_placement_from_a_file_is_verified_in_the_running_job(
+    kept: bool, run: Run, plain: Callable[..., Any]
+) -> None:
+    """To the verdict, in the midst of an epoch; a smaller last batch is traced under it, validation is left alone."""
+    settings = {"placement": PLACEMENT, "order": ["convr", "own"]}
+    result = run("whole_way", settings=settings, kept=kept)
+    (value,) = result.values
+    assert value["verdict"] == ("KEPT" if kept else "ROLLED_BACK"), result.logs
+    assert (
+        value["states"]
+        == ["WARMUP", "BASELINE", "APPLY", "VERIFY", *["APPLY", "VERIFY"] * 2, "DONE"][: len(value["states"])]
+    )
+    assert value["on"] == (["act", "convl", "convr", "loop", "norm", "own", "model"] if kept else [])
+    assert value["ops"] == ["CPU:0", "CPU:2"]  # before it and under it
+    same(value, plain("whole_way"))
+
+
+def test_a_model_that_is_one_xla_program_is_left_alone(run: Run) -> None:
+    result = run("whole_way", settings={"placement": {"head": "CPU:1"}}, jit=True)
+    (value,) = result.values
+    (line,) = result.lines()
+    assert "stepped aside: the whole step is one XLA program" in line
+    assert value["verdict"] == "" and value["on"] == []
