@@ -159,19 +159,18 @@ class Placement:
 
     def _put_in_order(self) -> None:
         """Have each layer wait for the one before it on its device, where neither waits for the other anyway."""
-        if not self.placed.order:
-            return
-        flow = _Flow(self._graph)
+        ends = {
+            name: _Ends(call for call in self._calls if call.name == name and call.graph is self._graph)
+            for name in self.placed.order
+        }
+        flow = _Flow(self._graph, {name: both for name, both in ends.items() if both.entries})
         devices, first = dict(self.placed.devices), devices_here()[0]
-        latest: dict[str, _Ends] = {}
-        for name in self.placed.order:
-            calls = [call for call in self._calls if call.name == name and call.graph is self._graph]
-            if not (ends := _Ends(calls)).entries:
-                continue  # nothing that could wait
+        latest: dict[str, str] = {}
+        for name in flow.sorted():
             device = devices.get(name, first)
             if device in latest:
-                flow.order(latest[device], ends)
-            latest[device] = ends
+                flow.order(latest[device], name)
+            latest[device] = name
 
 
 def _as_it_is(out: Any) -> Any:
@@ -254,24 +253,46 @@ class _Ends:
 
 
 class _Flow:
-    """What each op of a graph waits for."""
+    """What ops of a graph wait for, and so layers, of which ``ends`` are in the plan's order."""
 
-    def __init__(self, graph: Any) -> None:
-        self._before = {
-            op.name: [*(value.op.name for value in op.inputs), *(other.name for other in op.control_inputs)]
-            for op in graph.get_operations()
-        }
+    def __init__(self, graph: Any, ends: dict[str, _Ends]) -> None:
+        self._ends = ends
+        self._before: dict[str, list[str]] = {}
+        place = {name: at for at, name in enumerate(ends)}
+        given_by = {op: 1 << place[name] for name, both in ends.items() for op in both.exits}
+        after: dict[str, int] = {}  # of each op, layers whose results it waits for, as bits
+        for op in graph.get_operations() if ends else ():  # as they were made: what an op waits for is before it
+            before = [*(value.op.name for value in op.inputs), *(other.name for other in op.control_inputs)]
+            self._before[op.name] = before
+            after[op.name] = given_by.get(op.name, 0)
+            for name in before:
+                after[op.name] |= after.get(name, 0)
+        self._after: dict[str, set[str]] = {}
+        for name, both in ends.items():
+            bits = 0
+            for exit_ in both.exits:
+                bits |= after[exit_]
+            self._after[name] = {other for other in ends if other != name and bits >> place[other] & 1}
 
-    def order(self, first: _Ends, then: _Ends) -> None:
+    def sorted(self) -> list[str]:
+        """The layers in the plan's order, as far as the data allow it."""
+        left, found = list(self._ends), []
+        while left:
+            # layers that wait for each other (one in the other) as the plan has them
+            name = next((name for name in left if self._after[name].isdisjoint(left)), left[0])
+            left.remove(name)
+            found.append(name)
+        return found
+
+    def order(self, first: str, then: str) -> None:
         """Have ``then`` wait for ``first``, unless it does, or ``first`` for it, or both have the same state, which
         TensorFlow orders as layers were called, when the graph is complete."""
-        if self._leads(first.exits, then.exits) or self._leads(then.entries, first.exits):
+        one, other = self._ends[first], self._ends[then]
+        if first in self._after[then] or one.resources & other.resources or self._leads(other.entries, one.exits):
             return
-        if first.resources & then.resources:
-            return
-        for name, op in then.entries.items():
-            op._add_control_inputs(list(first.exits.values()))
-            self._before[name] += first.exits
+        for name, op in other.entries.items():
+            op._add_control_inputs(list(one.exits.values()))
+            self._before[name] += one.exits
 
     def _leads(self, from_: Iterable[str], to: Iterable[str]) -> bool:
         """Whether an op of ``to`` waits for one of ``from_``, or is one of them."""

@@ -122,10 +122,11 @@ def fit(model: Any, steps: int, more_rows: int = 0, **given: Any) -> None:
     model.fit(data, verbose=0, shuffle=False, **given)
 
 
-def weights(model: Any) -> list[list[float]]:
+def weights(model: Any) -> dict[str, Any]:
     """Of the model, and the momenta."""
     kept = [*model.weights, *(v() if callable(v := model.optimizer.variables) else v)]
-    return [np.asarray(tf.convert_to_tensor(one)).ravel().tolist() for one in kept]
+    every = [np.asarray(tf.convert_to_tensor(one)).ravel().tolist() for one in kept]
+    return {"keras": 3 if KERAS3 else 2, "weights": every}
 
 
 def left_behind(model: Any) -> list[str]:
@@ -216,6 +217,7 @@ def placed(plans: list[dict[str, Any]], look: list[str], pairs: list[list[str]])
                 "backward": {name: seen.devices(name, backward=True) for name in look},
                 "ops": {op: seen.devices(op=op) for op in OPS},
                 "waits": [seen.waits(*pair) for pair in pairs],
+                "edges": edges(model),
                 "on": left_behind(model),
                 "another": model.train_function is not own,
                 "graphs": len(seen.graphs),
@@ -226,7 +228,7 @@ def placed(plans: list[dict[str, Any]], look: list[str], pairs: list[list[str]])
         told["own again"] = model.train_function is own
         fit(model, 2)
     adapter.close()
-    return told | {"weights": weights(model)}
+    return told | weights(model)
 
 
 def refused(plans: list[dict[str, Any]]) -> dict[str, Any]:
@@ -247,28 +249,23 @@ def refused(plans: list[dict[str, Any]]) -> dict[str, Any]:
         assert model.train_function is own and left_behind(model) == []
     fit(model, 10)
     adapter.close()
-    return {"said": said, "weights": weights(model)}
+    return {"said": said} | weights(model)
 
 
-def edges(order: list[str]) -> dict[str, Any]:
-    """Control edges of the traced step between layers: by op, what it waits for, as (layer, op's type)."""
-    model = network()
-    adapter = tuned(model)
-    adapter.apply(Plan(order=order))
-    (step,) = _steps(model)
-    known = {layer.name: layer for layer in model.layers}
+def edges(model: Any) -> list[Any]:
+    """Control edges of the traced step between ops of layers, as (layer: op's type, what it waits for)."""
+    known = {layer.name for layer in model.layers}
 
     def told(op: Any) -> str:
-        name = next((part.removesuffix("_1") for part in op.name.split("/") if part.removesuffix("_1") in known), "")
-        return f"{name}: {op.type}"
+        return f"{next((n for part in op.name.split('/') if (n := part.removesuffix('_1')) in known), '')}: {op.type}"
 
-    found = [
+    return [
         [told(op), sorted(map(told, op.control_inputs))]
-        for op in step.get_operations()
-        if op.control_inputs and "gradient_tape" not in op.name and not told(op).startswith((":", "norm: Assign"))
+        for graph in _steps(model)
+        for op in graph.get_operations()
+        if op.control_inputs and not op.name.startswith("gradient_tape") and not op.type.startswith(_ASIDE)
+        if not told(op).startswith(":")
     ]
-    adapter.close()
-    return {"edges": found}
 
 
 def _steps(model: Any) -> list[Any]:
@@ -289,7 +286,7 @@ def _called(graph: Any) -> list[Any]:
     ]
 
 
-def whole_way(settings: dict[str, Any] | None, kept: bool = True, jit: bool = False, **given: Any) -> dict[str, Any]:
+def whole_way(settings: dict[str, Any] | None, kept: bool = True, jit: bool = False) -> dict[str, Any]:
     """``fit`` of 30 steps and a smaller batch with a callback that is given a plan's file; None: without."""
     import dpro.tuner
     from dpro.verdict import Comparison
@@ -303,22 +300,22 @@ def whole_way(settings: dict[str, Any] | None, kept: bool = True, jit: bool = Fa
     ours = []
     if settings is not None:
         Plan(**settings).save(Path("plan.json"))
-        ours.append(DproCallback(plan="plan.json", **given))
+        ours.append(DproCallback(plan="plan.json"))
 
-    def noted(*_: Any) -> None:
+    def noted(*_: Any, **__: Any) -> None:
         state = ours[0]._tuner.state.name if ours and ours[0]._tuner else ""
         if state not in states[-1:]:
             states.append(state)
 
     watch = keras.callbacks.LambdaCallback(on_batch_end=noted)
-    with Executed() as seen:
-        fit(model, 30, 3, callbacks=[*ours, watch], validation_data=batches(8))
+    fit(model, 1 if jit else 30, 3, callbacks=[*ours, watch], validation_data=batches(8))
+    steps = _steps(model)
     outcome = ours[0].outcome if ours else None
     return {
         "verdict": outcome.verdict.name if outcome else "",
         "reason": outcome.reason if outcome else "",
         "states": states,
         "on": left_behind(model),
-        "ops": seen.devices(op="Sinh"),
-        "weights": weights(model),
-    }
+        "traced": sorted({op.device for graph in steps for op in graph.get_operations() if op.type == "Sinh"}),
+        "shapes": len(steps),
+    } | weights(model)
