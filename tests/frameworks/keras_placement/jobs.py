@@ -6,7 +6,7 @@ What a job looks at are the graphs that TensorFlow's executor got, one for each 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dpro_integrations.keras_single import KerasSingleAdapter
 from dpro_integrations.keras_version import KERAS3
 from tests.frameworks.patches import patch
 
+KERAS = 3 if KERAS3 else 2
 DEVICES = 3
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * DEVICES
@@ -122,11 +123,11 @@ def fit(model: Any, steps: int, more_rows: int = 0, **given: Any) -> None:
     model.fit(data, verbose=0, shuffle=False, **given)
 
 
-def weights(model: Any) -> dict[str, Any]:
+def weights(model: Any) -> list[list[float]]:
     """Of the model, and the momenta."""
     kept = [*model.weights, *(v() if callable(v := model.optimizer.variables) else v)]
     every = [np.asarray(tf.convert_to_tensor(one)).ravel().tolist() for one in kept]
-    return {"keras": 3 if KERAS3 else 2, "weights": every}
+    return every
 
 
 def left_behind(model: Any) -> list[str]:
@@ -197,7 +198,7 @@ def tuned(model: Any) -> KerasSingleAdapter:
     return adapter
 
 
-def placed(plans: list[dict[str, Any]], look: list[str], pairs: list[list[str]]) -> dict[str, Any]:
+def placed(plans: list[dict[str, Any]], look: Sequence[str] = (), pairs: Sequence[list[str]] = ()) -> dict[str, Any]:
     """Ten steps under each plan in turns, and two after it; or, without a plan, as many.
 
     ``look``: layers; ``pairs``: (later, earlier).
@@ -205,7 +206,7 @@ def placed(plans: list[dict[str, Any]], look: list[str], pairs: list[list[str]])
     model = network()
     adapter = tuned(model)
     own = model.train_function
-    told: dict[str, Any] = {"knobs": sorted(knob.value for knob in adapter.capabilities()), "under": []}
+    told: dict[str, Any] = {"knobs": sorted(knob.value for knob in adapter.capabilities()), "under": [], "weights": []}
     for settings in plans:
         if settings:
             adapter.apply(Plan(**settings))
@@ -227,8 +228,9 @@ def placed(plans: list[dict[str, Any]], look: list[str], pairs: list[list[str]])
         told["left"] = left_behind(model)
         told["own again"] = model.train_function is own
         fit(model, 2)
+        told["weights"].append(weights(model))
     adapter.close()
-    return told | weights(model)
+    return told | {"keras": KERAS}
 
 
 def refused(plans: list[dict[str, Any]]) -> dict[str, Any]:
@@ -248,8 +250,9 @@ def refused(plans: list[dict[str, Any]]) -> dict[str, Any]:
             said.append(str(error))
         assert model.train_function is own and left_behind(model) == []
     fit(model, 10)
+    fit(model, 2)
     adapter.close()
-    return {"said": said} | weights(model)
+    return {"said": said, "weights": [weights(model)], "keras": KERAS}
 
 
 def edges(model: Any) -> list[Any]:
@@ -318,4 +321,6 @@ def whole_way(settings: dict[str, Any] | None, kept: bool = True, jit: bool = Fa
         "on": left_behind(model),
         "traced": sorted({op.device for graph in steps for op in graph.get_operations() if op.type == "Sinh"}),
         "shapes": len(steps),
-    } | weights(model)
+        "weights": [weights(model)],
+        "keras": KERAS,
+    }

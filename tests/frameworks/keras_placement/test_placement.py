@@ -43,21 +43,22 @@ def plain(run: Run) -> Callable[..., Any]:
     """Values of jobs without a plan."""
 
     @cache
-    def found(target: str, steps: int = 1) -> Any:
-        given = {"plans": [{}] * steps, "look": [*ON], "pairs": []} if target == "placed" else {"settings": None}
-        (value,) = run(target, **given).values
-        return value
+    def found(target: str) -> Any:
+        given: dict[str, Any] = {"plans": [{}, {}]} if target == "placed" else {"settings": None}
+        return run(target, **given).values[0]
 
     return found
 
 
 def same(found: Any, other: Any) -> None:
-    """Weights and momenta are, to the last bit."""
-    for mine, theirs in zip(found["weights"], other["weights"], strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    """Weights and momenta are, after each plan. With Keras 2 to the last bit; what Keras 3 makes of a norm TensorFlow's
+    optimiser rewrites otherwise across devices."""
+    for after, without in zip(found["weights"], other["weights"], strict=False):
+        for mine, theirs in zip(after, without, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6 if found["keras"] == 3 else 0)
 
 
-def test_layers_run_where_the_plan_has_them_and_train_to_the_same_bits(run: Run, plain: Callable[..., Any]) -> None:
+def test_layers_run_where_the_plan_has_them_and_train_to_the_same_weights(run: Run, plain: Callable[..., Any]) -> None:
     """Forward and backward, as TensorFlow's executor got them; nothing runs elsewhere for want of a kernel there."""
     pairs = [["convr", "head"], ["convl", "convr"]]
     (value,) = run("placed", plans=[{"placement": PLACEMENT}], look=[*ON], pairs=pairs).values
@@ -92,16 +93,13 @@ def test_layers_of_one_device_run_in_the_plans_order(run: Run, plain: Callable[.
     waits, edges = ([under[key] for under in value["under"]] for key in ("waits", "edges"))
     assert waits == [[False, False, False, True], [True, False, False, False]]
     # from the op that makes a layer's result to those that take what the next one is given
-    assert [edge[0] for edge in edges[0]] == ["convr: Conv2D", "dense: MatMul"]
-    assert edges[1][0] == ["convl: Conv2D", ["convr: BiasAdd"]]
-    assert {layer for _, before in edges[1] for layer in before} <= {
-        "convr: BiasAdd",
-        "norm: FusedBatchNormV3",
-        "norm: AddV2",
-    }
+    norm = "norm: FusedBatchNormV3" if value["keras"] == 2 else "norm: AddV2"
+    assert sorted(edges[0]) == [["convr: Conv2D", ["own: Mul"]], ["dense: MatMul", [norm]]]
+    assert edges[1].pop(0) == ["convl: Conv2D", ["convr: BiasAdd"]]
+    assert {(op.partition(":")[0], *before) for op, before in edges[1]} == {("own", norm)}
     assert value["under"][1]["forward"] == {"convl": ["CPU:1"], "convr": ["CPU:1"], "dense": ["CPU:2"]}
     assert value["left"] == [] and value["own again"]
-    same(value, plain("placed", 2))
+    same(value, plain("placed"))
 
 
 def test_bad_placements_change_nothing(run: Run, plain: Callable[..., Any]) -> None:
@@ -133,11 +131,11 @@ def test_layers_compiled_beside_placed_ones(run: Run, plain: Callable[..., Any])
     (value,) = run("placed", plans=plans, look=["convr"], pairs=[]).values
     assert value["under"][0]["ops"]["Sinh"] == ["CPU:2"] and value["under"][0]["forward"]["convr"] == ["CPU:1"]
     assert value["left"] == [] and value["own again"]
-    for mine, theirs in zip(value["weights"], plain("placed")["weights"], strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(value["weights"][0], plain("placed")["weights"][0], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(("run", "kept"), [("keras 2", True), ("keras 3", True), ("keras 2", False)], indirect=["run"])
 def test_a_placement_from_a_file_is_verified_in_the_running_job(
     kept: bool, run: Run, plain: Callable[..., Any]
 ) -> None:
@@ -146,12 +144,10 @@ def test_a_placement_from_a_file_is_verified_in_the_running_job(
     result = run("whole_way", settings=settings, kept=kept)
     (value,) = result.values
     assert value["verdict"] == ("KEPT" if kept else "ROLLED_BACK"), result.logs
-    assert (
-        value["states"]
-        == ["WARMUP", "BASELINE", "APPLY", "VERIFY", *["APPLY", "VERIFY"] * 2, "DONE"][: len(value["states"])]
-    )
+    assert value["states"][:2] == ["WARMUP", "BASELINE"]  # no capture, no search
+    assert value["states"][2:-1] == ["APPLY", "VERIFY"] * 4  # in turns with the job's own
     assert value["on"] == (["act", "convl", "convr", "loop", "norm", "own", "model"] if kept else [])
-    assert value["ops"] == ["CPU:0", "CPU:2"]  # before it and under it
+    assert value["traced"] == (["/device:CPU:2"] if kept else [""]) and value["shapes"] == 2
     same(value, plain("whole_way"))
 
 
