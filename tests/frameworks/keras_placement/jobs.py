@@ -116,10 +116,9 @@ def batches(rows: int) -> tuple[Any, Any]:
     return drawn.randn(rows, 6, 6, 2).astype(np.float32), drawn.randn(rows, 1).astype(np.float32)
 
 
-def fit(model: Any, steps: int, more_rows: int = 0, **given: Any) -> None:
-    """Always the same data; ``more_rows``: a last batch that is smaller, for which TensorFlow traces the step again."""
-    x, y = batches(steps * BATCH + more_rows)
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+def fit(model: Any, steps: int, **given: Any) -> None:
+    """Always the same data."""
+    data = tf.data.Dataset.from_tensor_slices(batches(steps * BATCH)).batch(BATCH)
     model.fit(data, verbose=0, shuffle=False, **given)
 
 
@@ -289,16 +288,15 @@ def _called(graph: Any) -> list[Any]:
     ]
 
 
-def whole_way(settings: dict[str, Any] | None, kept: bool = True, jit: bool = False) -> dict[str, Any]:
-    """``fit`` of 30 steps and a smaller batch with a callback that is given a plan's file; None: without."""
+def whole_way(settings: dict[str, Any] | None, kept: bool = True) -> dict[str, Any]:
+    """``fit`` of 30 steps with a callback that is given a plan's file, None: without; then a batch from elsewhere, for which
+    TensorFlow traces the step again."""
     import dpro.tuner
     from dpro.verdict import Comparison
     from dpro_integrations.keras import DproCallback
 
     patch(dpro.tuner, "compare", lambda *_: Comparison(0.9 if kept else 1.1, 0.0, kept))
     model = network()
-    if jit:
-        model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=True)
     states: list[str] = []
     ours = []
     if settings is not None:
@@ -311,7 +309,8 @@ def whole_way(settings: dict[str, Any] | None, kept: bool = True, jit: bool = Fa
             states.append(state)
 
     watch = keras.callbacks.LambdaCallback(on_batch_end=noted)
-    fit(model, 1 if jit else 30, 3, callbacks=[*ours, watch], validation_data=batches(8))
+    fit(model, 30, callbacks=[*ours, watch], validation_data=batches(8))
+    model.train_on_batch(*batches(3))
     steps = _steps(model)
     outcome = ours[0].outcome if ours else None
     return {
@@ -320,7 +319,16 @@ def whole_way(settings: dict[str, Any] | None, kept: bool = True, jit: bool = Fa
         "states": states,
         "on": left_behind(model),
         "traced": sorted({op.device for graph in steps for op in graph.get_operations() if op.type == "Sinh"}),
-        "shapes": len(steps),
+        "times": len(steps),
         "weights": [weights(model)],
         "keras": KERAS,
     }
+
+
+def one_program() -> bool:
+    """Whether there is a tuner for a model that XLA compiles as a whole."""
+    from dpro_integrations.keras import autotune
+
+    model = network()
+    model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=True)
+    return autotune(model, plan=Plan(placement={"head": "CPU:1"})) is not None or bool(left_behind(model))

@@ -139,7 +139,7 @@ def test_layers_compiled_beside_placed_ones(run: Run, plain: Callable[..., Any])
 def test_a_placement_from_a_file_is_verified_in_the_running_job(
     kept: bool, run: Run, plain: Callable[..., Any]
 ) -> None:
-    """To the verdict, in the midst of an epoch; a smaller last batch is traced under it, validation is left alone."""
+    """To the verdict, in the midst of an epoch; what is traced later is traced under it."""
     settings = {"placement": PLACEMENT, "order": ["convr", "own"]}
     result = run("whole_way", settings=settings, kept=kept)
     (value,) = result.values
@@ -147,14 +147,12 @@ def test_a_placement_from_a_file_is_verified_in_the_running_job(
     assert value["states"][:2] == ["WARMUP", "BASELINE"]  # no capture, no search
     assert value["states"][2:-1] == ["APPLY", "VERIFY"] * 4  # in turns with the job's own
     assert value["on"] == (["act", "convl", "convr", "loop", "norm", "own", "model"] if kept else [])
-    assert value["traced"] == (["/device:CPU:2"] if kept else [""]) and value["shapes"] == 2
+    assert value["traced"] == (["/device:CPU:2"] if kept else [""])
+    assert value["times"] >= 2 or value["keras"] == 3  # which has another function for what is not from a data set
     same(value, plain("whole_way"))
 
 
-@pytest.mark.parametrize("run", ["keras 2"], indirect=True)
 def test_a_model_that_is_one_xla_program_is_left_alone(run: Run) -> None:
-    result = run("whole_way", settings={"placement": {"head": "CPU:1"}}, jit=True)
-    (value,) = result.values
+    result = run("one_program")
     (line,) = result.lines()
-    assert "stepped aside: the whole step is one XLA program" in line
-    assert value["verdict"] == "" and value["on"] == []
+    assert "stepped aside: the whole step is one XLA program" in line and result.values == [False]
