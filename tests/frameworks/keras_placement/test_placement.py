@@ -102,6 +102,7 @@ def test_layers_of_one_device_run_in_the_plans_order(run: Run, plain: Callable[.
     same(value, plain("placed"))
 
 
+@pytest.mark.parametrize("run", ["keras 2"], indirect=True)
 def test_bad_placements_change_nothing(run: Run, plain: Callable[..., Any]) -> None:
     asked = [
         ({"placement": {"nowhere": "CPU:1"}}, "the model has no layer 'nowhere'"),
