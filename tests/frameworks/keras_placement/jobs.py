@@ -289,8 +289,8 @@ def _called(graph: Any) -> list[Any]:
 
 
 def whole_way(settings: dict[str, Any] | None, kept: bool = True) -> dict[str, Any]:
-    """``fit`` of 30 steps with a callback that is given a plan's file, None: without; then a batch that is not from a data
-    set, for which TensorFlow traces the step again."""
+    """``fit`` of 30 steps with a callback that is given a plan's file, None: without; then a batch that is not from a
+    data set, for which TensorFlow traces the step again."""
     import dpro.tuner
     from dpro.verdict import Comparison
     from dpro_integrations.keras import DproCallback
