@@ -156,7 +156,7 @@ def make_tuner(
     knows = library(model)
     rank, size = knows.place()
     usual = before_the_meeting()
-    wanted = given.get("regions_s") or given.get("memory_bytes") or usual.regions_s or usual.memory_bytes
+    wanted = plan or any(given.get(name) or getattr(usual, name) for name in ("plan", "regions_s", "memory_bytes"))
     if size < 2 and not wanted:
         if not disabled():
             Session(Settings(), rank).say(

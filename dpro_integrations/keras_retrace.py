@@ -1,5 +1,5 @@
-"""Another train step for a Keras model, traced with another reduction, or with layers compiled or recomputed; and the
-job's own again.
+"""Another train step for a Keras model, traced with another reduction, or with layers compiled, recomputed or placed;
+and the job's own again.
 
 TensorFlow bakes the function that reduces the gradients into the traced train step. So the step is made anew by Keras'
 ``make_train_function(force=True)``, and exchanged between two steps; ``fit`` looks its train function up at every one
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from dpro.errors import PlanError
 from dpro_integrations.keras_graph import Recorder, reduction, set_reduction, traced_functions
+from dpro_integrations.keras_placement import Placed, Placement
 from dpro_integrations.keras_recompute import Recomputed
 from dpro_integrations.keras_regions import Regions
 from dpro_integrations.keras_version import traced_step
@@ -30,6 +31,7 @@ class _Step(NamedTuple):
     tf_function: Any
     regions: tuple[str, ...]  # layers that are compiled when it is traced
     blocks: tuple[str, ...]  # that are recomputed
+    placed: Placed
 
 
 class TrainStep:
@@ -45,6 +47,7 @@ class TrainStep:
         #: its compiled layers
         self.regions = Regions(model)
         self._recomputed = Recomputed(model)
+        self._placement = Placement(model)
         self._own: _Step | None = None
         self._made: dict[str, _Step] = {}
         self._in_force: _Step | None = None
@@ -59,20 +62,27 @@ class TrainStep:
         return self._in_force is None or self._model.train_function is self._in_force.function
 
     def make(
-        self, key: str, reducing: Reducing | None, regions: list[str], reduced: list[Any], blocks: Sequence[str] = ()
+        self,
+        key: str,
+        reducing: Reducing | None,
+        regions: list[str],
+        reduced: list[Any],
+        blocks: Sequence[str] = (),
+        placed: Placed | None = None,
     ) -> None:
-        """Trace the step with another reduction, compiled ``regions`` and recomputed ``blocks``, under ``key``, and
-        change nothing.
+        """Trace the step with another reduction, compiled ``regions``, recomputed ``blocks`` and ``placed`` layers,
+        under ``key``, and change nothing.
 
         Args:
             reducing: makes of the job's own reduction another one; None: it stays.
             regions: names of layers.
             reduced: the variables whose gradients the present step reduces, in order.
             blocks: names, as in ``plan.recompute``.
+            placed: None: no layer is.
 
         Raises:
-            PlanError: traced anew the step would reduce others, XLA does not compile a region, or a block must not run
-                twice.
+            PlanError: traced anew the step would reduce others, XLA does not compile a region, a block must not run
+                twice, or a layer is not there to be placed.
             Exception: what the model's own code raises when it is traced.
         """
         if key in self._made:
@@ -86,8 +96,10 @@ class TrainStep:
         try:
             self.regions.set(tuple(regions))
             self._recomputed.set(tuple(blocks))
+            self._placement.set(placed or Placed())
             self._trace(present)
             self._recomputed.check()
+            self._placement.check()
             found = [gradient.variable for gradient in recorder.gradients if gradient.kind == "dense"]
             if [id(variable) for variable in found] != [id(variable) for variable in reduced]:
                 raise PlanError("traced anew, the train step reduces other gradients (layers frozen meanwhile?)")
@@ -120,13 +132,14 @@ class TrainStep:
     def _present(self) -> _Step:
         model = self._model
         tf_function = getattr(model, "train_tf_function", None)
-        layers = self.regions.names, self._recomputed.names
+        layers = self.regions.names, self._recomputed.names, self._placement.placed
         return _Step(reduction(self._optimizer), model.train_function, tf_function, *layers)
 
     def _put(self, step: _Step) -> None:
         set_reduction(self._optimizer, step.reduction)
         self.regions.set(step.regions)
         self._recomputed.set(step.blocks)
+        self._placement.set(step.placed)
         self._model.train_function = step.function
         if step.tf_function is not None:
             self._model.train_tf_function = step.tf_function

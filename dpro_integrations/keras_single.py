@@ -1,4 +1,4 @@
-"""Keras in one process, with nothing to synchronise: which layers XLA compiles is all that there is to tune.
+"""Keras in one process, with nothing to synchronise: which layers XLA compiles, and on which device each one runs.
 
 Keras 2.15 and Keras 3 on TensorFlow. How a job gets a tuner is in ``keras``, layers are in ``keras_regions``.
 """
@@ -21,6 +21,7 @@ from dpro_integrations.exchange import Alone
 from dpro_integrations.keras_adapter import KerasAdapter
 from dpro_integrations.keras_clusters import time_regions
 from dpro_integrations.keras_graph import Tracing
+from dpro_integrations.keras_placement import devices_here, placed_by
 from dpro_integrations.keras_scopes import LayerScopes
 from dpro_integrations.keras_version import KERAS3, VERSION
 
@@ -78,7 +79,9 @@ class KerasSingleAdapter(KerasAdapter):
         super().close()
 
     def capabilities(self) -> set[Knob]:
-        return set() if self.why_not() else self._layer_knobs()
+        if self.why_not():
+            return set()
+        return self._layer_knobs() | ({Knob.PLACEMENT} if len(devices_here()) > 1 else set())
 
     def why_not(self) -> str:
         if not tf.test.is_built_with_xla():
@@ -105,10 +108,14 @@ class KerasSingleAdapter(KerasAdapter):
         return time_regions(self._model, self._step.regions, trace, budget_s) if self.capabilities() else []
 
     def prepare(self, plan: Plan) -> None:
-        self._check_fit(plan, {"compile_regions", "recompute"})
-        if not plan.compile_regions and not plan.recompute:
-            raise PlanError("the plan has neither compile_regions nor recompute")
-        self._step.make(plan.sha256, None, plan.compile_regions or [], super()._reduced(), plan.recompute or ())
+        self._check_fit(plan, {"compile_regions", "recompute", "placement", "order"})
+        if not any(plan.settings().values()):
+            raise PlanError("the plan has none of compile_regions, recompute, placement, order")
+        placed = placed_by(plan)
+        if any(placed) and getattr(self._model, "jit_compile", False):
+            raise PlanError("the whole step is one XLA program, on one device (compile without jit_compile)")
+        regions, blocks = plan.compile_regions or [], plan.recompute or ()
+        self._step.make(plan.sha256, None, regions, super()._reduced(), blocks, placed)
 
     def apply(self, plan: Plan) -> None:
         self.prepare(plan)

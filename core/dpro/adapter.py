@@ -28,6 +28,7 @@ class Knob(Enum):
     RECOMPUTE = "recompute"  # blocks whose forward pass runs again before their backward pass
     ACCUMULATE = "accumulate"  # into how many micro-batches each rank cuts its batch
     BATCH_SHARES = "batch_shares"  # how many samples of a global batch each rank takes
+    PLACEMENT = "placement"  # Keras in one process: on which device each layer runs, and in what order
 
 
 class Exchange(Protocol):
