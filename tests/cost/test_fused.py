@@ -188,4 +188,4 @@ def test_what_is_used_when_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert few.trust is not None and (few.trust.within, few.trust.count) == (1, 7)
     monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
     assert isinstance(estimator(samples(70, 0), LAUNCH_NS), SavedTraffic)
-    assert DEFAULT == Trees.name
+    assert Trees.name == DEFAULT
