@@ -34,7 +34,7 @@ ENV = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_ARENA_MAX": "1",
 }  # fmt: skip
 MOST_OPS = 24
-_RUNS, _MOST_RUNS, _RUN_S = 5, 20, 0.0008
+_RUNS, _MOST_RUNS, _RUN_S = 20, 60, 0.0004
 #: The yardstick may take this many times its usual time.
 _QUIET = 1.07
 #: Never in a sample: not ops of a fused kernel in any compiler.

@@ -28,12 +28,13 @@ class Trees:
     name = "boosted trees"
     trust: Trust | None = None
 
-    def __init__(self, base: SumOfOps, types: Sequence[str], models: Sequence[Any]) -> None:
-        self._base, self._types, self._models = base, tuple(types), models
+    def __init__(self, base: SumOfOps, types: Sequence[str], models: Sequence[Any], threads: Any) -> None:
+        self._base, self._types, self._models, self._threads = base, tuple(types), models, threads
 
     def time_ns(self, kernel: Kernel) -> float:
         row = features(kernel, self._base, self._types)[None]
-        said = float(np.mean([model.predict(row)[0] for model in self._models]))
+        with self._threads.limit(limits=1):
+            said = float(np.mean([model.predict(row)[0] for model in self._models]))
         return self._base.time_ns(kernel) * float(np.exp(said))
 
     @classmethod
@@ -46,7 +47,7 @@ class Trees:
             raise DproError(f"trees need at least 50 timed kernels, not {len(samples)}")
         try:
             from sklearn.ensemble import HistGradientBoostingRegressor
-            from threadpoolctl import threadpool_limits
+            from threadpoolctl import ThreadpoolController
         except ImportError as error:
             raise DproError("boosted trees need scikit-learn: pip install dpro[trees]") from error
         base = SumOfOps(launch_ns)
@@ -55,14 +56,15 @@ class Trees:
         rows = np.array([features(s.kernel, base, types) for s in samples])
         wanted = np.log([s.time_ns / base.time_ns(s.kernel) for s in samples])
         models = []
+        threads = ThreadpoolController()  # so few rows: threads would only wait for each other
         for k in range(_MODELS):
             model = HistGradientBoostingRegressor(
                 loss="absolute_error" if k % 2 else "squared_error", max_iter=200, learning_rate=0.07,
                 max_leaf_nodes=24, min_samples_leaf=8, l2_regularization=1.0, max_features=0.5, random_state=seed + k,
             )  # fmt: skip
-            with threadpool_limits(1):  # so few rows: threads would only wait for each other
+            with threads.limit(limits=1):
                 models.append(model.fit(rows, wanted))
-        return cls(base, types, models)
+        return cls(base, types, models, threads)
 
 
 def features(kernel: Kernel, base: SumOfOps, types: Sequence[str]) -> Floats:
