@@ -10,6 +10,7 @@ contention-aware ones (:mod:`dpro.search.list_schedule`), and a descent from the
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -125,7 +126,7 @@ def search_plans(tasks: Tasks, cluster: Cluster, *, splits: bool = True) -> list
     if REPLICA in tasks.info:
         descent.start(_data_parallel(tasks, cluster))
     best = min(plans, key=lambda plan: worth(plan.judged, cluster))
-    descents = [(descent, tasks, best.splits[:0])]
+    descents: list[tuple[Descent, Tasks, tuple[Split, ...]]] = [(descent, tasks, ())]
     if best.splits:  # what was cut has tasks that the others lack
         descents.append((Descent(Problem(best.tasks, cluster), descent.left), best.tasks, best.splits))
         descents[-1][0].start(best.device, best.priority)
@@ -200,10 +201,16 @@ def _best(plans: list[Plan], cluster: Cluster, begin: float) -> Result:
     devices = [device.name for device in cluster.devices]
     played = best.judged.played.start[: len(best.tasks)]
     urgent = positions(np.argsort(played, kind="stable")) if best.priority is None else best.priority
-    names = best.tasks.names
+    names = _apart(best.tasks.names)
     return Result(
         best.strategy, best.makespan_ns, {name: tried[name] for name in BASELINES if name in tried},
         {name: devices[d] for name, d in zip(names, best.device.tolist(), strict=True)},
         [names[task] for task in np.argsort(urgent, kind="stable").tolist()],
         best.splits, best.judged.fits, time.perf_counter() - begin, best, tried,
     )  # fmt: skip
+
+
+def _apart(names: list[str]) -> list[str]:
+    """Names, with the task's number where several have the same."""
+    count = Counter(names)
+    return [name if count[name] == 1 else f"{name}#{task}" for task, name in enumerate(names)]
