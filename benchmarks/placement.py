@@ -158,11 +158,9 @@ def checks(found: dict[str, Any]) -> list[Row]:
             median_pct=statistics.median(beyond), worst_pct=max(beyond), instances=len(beyond),
             proved=sum(row["proved"] for row in found["optimum"]), at_optimum=sum(b < 0.01 for b in beyond),
         )  # fmt: skip
-    if found["scale"]:
-        check(
-            "2,000 ops, 8 devices: FastT in 10 s", found["scale"][0]["seconds"] <= 10.0,
-            seconds=found["scale"][0]["seconds"], cpu_seconds=found["scale"][0]["cpu_seconds"], tasks=found["scale"][0]["tasks"],
-        )  # fmt: skip
+    for row in found["scale"]:
+        figures = {key: row[key] for key in ("seconds", "cpu_seconds", "ops", "tasks")}
+        check("2,000 ops, 8 devices: FastT in 10 s on one core", row["seconds"] <= 10.0, **figures)
     return out
 
 
