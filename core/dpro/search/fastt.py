@@ -175,8 +175,8 @@ def _run(name: str, problem: Problem, room: float) -> tuple[Problem, Schedule, t
     if "OS-DPOS" in name:
         cut = os_dpos(problem, lambda one: dpos(one, contention=contention, room=room))
         return cut.problem, cut.schedule, cut.splits
-    algorithm: Callable[..., Schedule] = {"HEFT": heft, "CPOP": cpop, "DPOS": dpos}[name.split(",")[0]]
-    return problem, algorithm(problem, contention=contention, room=room), ()
+    algorithms: dict[str, Callable[..., Schedule]] = {"HEFT": heft, "CPOP": cpop, "DPOS": dpos}
+    return problem, algorithms[name.split(",")[0]](problem, contention=contention, room=room), ()
 
 
 def _data_parallel(tasks: Tasks, cluster: Cluster) -> Ints:
