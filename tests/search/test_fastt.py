@@ -70,7 +70,7 @@ def test_the_result_is_the_replay_of_its_own_placement_and_order() -> None:
     assert sorted(result.order) == sorted(tasks.names)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10**9))
 def test_nothing_is_slower_than_the_baselines_and_all_of_it_comes_again(seed: int) -> None:
     rng = random.Random(seed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,7 +86,8 @@ def fastt(model: ModelGraph, cluster: Cluster, *, batch: float = 1.0, replicas: 
     begin = time.perf_counter()
     count = replicas or len(cluster)
     tasks, whole = replicate(model, count, batch), replicate(model, 1, batch)
-    plans = start_plans(tasks, whole, cluster) + search_plans(tasks, cluster)
+    starts = start_plans(tasks, whole, cluster)
+    plans = starts + search_plans(tasks, cluster, starts)
     if count > 1 and not any(plan.judged.fits for plan in plans):
         plans += search_plans(whole, cluster)  # the model alone, spread over devices
     return _best(plans, cluster, begin)
@@ -99,14 +100,16 @@ def place(tasks: Tasks, cluster: Cluster, *, splits: bool = True) -> Result:
         splits: tasks may be cut into parts.
     """
     begin = time.perf_counter()
-    return _best(start_plans(tasks, tasks, cluster) + search_plans(tasks, cluster, splits=splits), cluster, begin)
+    starts = start_plans(tasks, tasks, cluster)
+    return _best(starts + search_plans(tasks, cluster, starts, splits=splits), cluster, begin)
 
 
 def start_plans(tasks: Tasks, whole: Tasks, cluster: Cluster) -> list[Plan]:
     """The baselines: ``tasks``' replicas on a device each, parameters on the first; ``whole`` on the fastest one."""
     plans = []
     if REPLICA in tasks.info:
-        device = _data_parallel(tasks, cluster)
+        replica: Ints = np.asarray(tasks.info[REPLICA], dtype=np.int64)
+        device = np.maximum(replica, 0) % len(cluster)
         plans.append(_plan(DATA_PARALLEL, tasks, device, cluster, None))
         plans.append(_plan(RANK_ORDER, tasks, device, cluster, rank_order(tasks, cluster, device)))
     everywhere = (np.full(len(whole), d, np.int64) for d in range(len(cluster)))
@@ -114,17 +117,15 @@ def start_plans(tasks: Tasks, whole: Tasks, cluster: Cluster) -> list[Plan]:
     return [*plans, min(alone, key=lambda plan: worth(plan.judged, cluster))]
 
 
-def search_plans(tasks: Tasks, cluster: Cluster, *, splits: bool = True) -> list[Plan]:
-    """Every algorithm's plan for ``tasks``, and what a descent from them finds."""
+def search_plans(tasks: Tasks, cluster: Cluster, starts: Sequence[Plan] = (), *, splits: bool = True) -> list[Plan]:
+    """Every algorithm's plan for ``tasks``, and what a descent from them and ``starts`` finds, the best first."""
     problem = Problem(tasks, cluster)
     plans = [published_plan(name, problem) for name in (*PUBLISHED, *ONE_PASS) if splits or "OS-DPOS" not in name]
     descent = Descent(problem)
     plans.append(aware_plan(problem, descent))
-    for plan in plans:
-        if not plan.splits:
+    for plan in sorted([*plans, *starts], key=lambda plan: worth(plan.judged, cluster)):
+        if plan.tasks is tasks:
             descent.start(plan.device, plan.priority)
-    if REPLICA in tasks.info:
-        descent.start(_data_parallel(tasks, cluster))
     best = min(plans, key=lambda plan: worth(plan.judged, cluster))
     descents: list[tuple[Descent, Tasks, tuple[Split, ...]]] = [(descent, tasks, ())]
     if best.splits:  # what was cut has tasks that the others lack
@@ -177,11 +178,6 @@ def _run(name: str, problem: Problem, room: float) -> tuple[Problem, Schedule, t
         return cut.problem, cut.schedule, cut.splits
     algorithms: dict[str, Callable[..., Schedule]] = {"HEFT": heft, "CPOP": cpop, "DPOS": dpos}
     return problem, algorithms[name.split(",")[0]](problem, contention=contention, room=room), ()
-
-
-def _data_parallel(tasks: Tasks, cluster: Cluster) -> Ints:
-    replica: Ints = np.asarray(tasks.info[REPLICA], dtype=np.int64)
-    return np.maximum(replica, 0) % len(cluster)
 
 
 def _plan(
