@@ -18,6 +18,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -37,6 +38,8 @@ LINKS = (10.0, 20.0)
 INSTANCES = 100
 #: The dense layer of VGG16 with 411 MB of parameters.
 _LARGE_BYTES = 400_000_000
+#: Adds rows of its own where it is there.
+_OTHERS = "benchmarks.placement_hetero"
 
 Row = dict[str, Any]
 
@@ -92,7 +95,7 @@ def against_optimum(count: int, effort: float) -> list[Row]:
         best = optimum(tasks, cluster, result.plan.device, effort)
         rows.append(
             {"instance": number, "kind": "replicated" if number % 2 else "random", "ops": len(tasks),
-             "devices": devices, "fastt_ms": result.makespan_ns / 1e6, "seconds": result.seconds,
+             "devices": devices, "strategy": FASTT, "makespan_ms": result.makespan_ns / 1e6, "seconds": result.seconds,
              "optimum_ms": best.makespan_ns / 1e6, "bound_ms": best.bound_ns / 1e6, "proved": best.proved,
              "optimum_seconds": best.seconds,
              "beyond_pct": 100.0 * (result.makespan_ns - best.bound_ns) / best.bound_ns}
@@ -104,10 +107,13 @@ def against_optimum(count: int, effort: float) -> list[Row]:
 def scale(ops: int = 2000, devices: int = 8) -> Row:
     """FastT in all on a model of that many ops, each replicated on every device."""
     model = branching(ops)
+    begin = time.process_time()
     result = fastt(model, Cluster.uniform(devices, 10.0))
+    cpu_seconds = time.process_time() - begin
     return {
-        "ops": len(model.ops), "tasks": len(result.plan.tasks), "devices": devices, "strategy": result.strategy,
-        "makespan_ms": result.makespan_ns / 1e6, "baselines": result.baselines, "seconds": result.seconds,
+        "strategy": FASTT, "chosen": result.strategy, "ops": len(model.ops), "tasks": len(result.plan.tasks),
+        "devices": devices, "makespan_ms": result.makespan_ns / 1e6, "baselines": result.baselines,
+        "seconds": result.seconds, "cpu_seconds": cpu_seconds,
     }  # fmt: skip
 
 
@@ -155,11 +161,9 @@ def checks(found: dict[str, Any]) -> list[Row]:
             median_pct=statistics.median(beyond), worst_pct=max(beyond), instances=len(beyond),
             proved=sum(row["proved"] for row in found["optimum"]), at_optimum=sum(b < 0.01 for b in beyond),
         )  # fmt: skip
-    if found["scale"]:
-        check(
-            "2,000 ops, 8 devices: FastT in 10 s", found["scale"]["seconds"] <= 10.0,
-            seconds=found["scale"]["seconds"], tasks=found["scale"]["tasks"],
-        )  # fmt: skip
+    for row in found["scale"]:
+        figures = {key: row[key] for key in ("seconds", "cpu_seconds", "ops", "tasks")}
+        check("2,000 ops, 8 devices: FastT in 10 s on one core", row["seconds"] <= 10.0, **figures)
     return out
 
 
@@ -194,14 +198,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         found["vgg16"] = where or found["vgg16"]
         say(f"{rows[-1]['graph']} on {rows[-1]['devices']}: FastT {rows[-1]['makespan_ms']:.2f} ms")
     found["optimum"] = against_optimum(args.instances, args.effort)
-    found["scale"] = None if args.no_scale else scale()
+    found["scale"] = [] if args.no_scale else [scale()]
     found["checks"] = checks(found)
     try:
-        from benchmarks import placement_hetero
-    except ModuleNotFoundError:
-        pass
+        others = import_module(_OTHERS)
+    except ModuleNotFoundError as error:
+        if error.name != _OTHERS:
+            raise
     else:
-        for key, value in placement_hetero.rows(args).items():
+        for key, value in others.rows(args).items():
             found[key] = found[key] + value if isinstance(found.get(key), list) else value
     if args.json:
         print(json.dumps(found))

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpro.graph.cluster import Cluster, Device, Line
+from dpro.graph.graph import OpKind
+from dpro.graph.tasks import TasksBuilder
 from dpro.passes.replicate import replicate
 from dpro.replay.placed import judge
 from dpro.search.descent import Descent
@@ -68,7 +70,7 @@ def test_the_result_is_the_replay_of_its_own_placement_and_order() -> None:
     assert sorted(result.order) == sorted(tasks.names)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10**9))
 def test_nothing_is_slower_than_the_baselines_and_all_of_it_comes_again(seed: int) -> None:
     rng = random.Random(seed)
@@ -81,6 +83,15 @@ def test_nothing_is_slower_than_the_baselines_and_all_of_it_comes_again(seed: in
     devices, tasks_of = set(one.placement.values()), set(one.placement)
     assert devices <= {device.name for device in cluster.devices}
     assert tasks_of == set(one.plan.tasks.names)
+
+
+def test_tasks_of_one_name_are_told_apart_by_their_numbers() -> None:
+    build = TasksBuilder()
+    for name in ("a", "b", "a"):
+        build.task(name, "Op", OpKind.FORWARD, 10)
+    result = place(build.build(), Cluster.uniform(3, 10.0))
+    assert set(result.placement) == set(result.order) == {"a#0", "b", "a#2"}
+    assert result.makespan_ns == 10
 
 
 def with_memory(nbytes: float) -> Cluster:

@@ -72,6 +72,6 @@ def test_fastt_is_never_better_than_the_optimum(number: int) -> None:
 
 def test_made_up_models_have_the_size_that_was_asked_for_and_come_again() -> None:
     model = branching(300)
-    assert 300 <= len(model.ops) < 330
+    assert 300 <= len(model.ops) < 380  # a block more than that has at most 80
     assert model.ops == branching(300).ops
     assert all(len(small_tasks(number)[0]) <= 60 for number in range(100))

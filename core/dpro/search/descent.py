@@ -70,12 +70,13 @@ class Descent:
                 helped |= self._move(unit)
 
     def _units(self, found: Found) -> Iterator[Ints]:
-        """Tasks that go together, and single ones; those that end last on the way to the end first: they decide."""
+        """Tasks that go together, and single ones; those with the least slack first: they decide."""
         ends = found.judged.played.end[: len(found.device)]
         together = self.problem.together
         seen: set[int] = set()
         rank = self.problem.placed_rank(found.device)
-        slack = found.judged.makespan_ns - rank - (ends - self.problem.times_ns[np.arange(len(ends)), found.device])
+        begins = ends - self.problem.times_ns[np.arange(len(ends)), found.device]
+        slack = found.judged.makespan_ns - rank - begins
         for task in np.lexsort((np.arange(len(ends)), slack)).tolist():
             group = int(together[task])
             if group < 0:

@@ -10,7 +10,8 @@ contention-aware ones (:mod:`dpro.search.list_schedule`), and a descent from the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,7 +86,8 @@ def fastt(model: ModelGraph, cluster: Cluster, *, batch: float = 1.0, replicas: 
     begin = time.perf_counter()
     count = replicas or len(cluster)
     tasks, whole = replicate(model, count, batch), replicate(model, 1, batch)
-    plans = start_plans(tasks, whole, cluster) + search_plans(tasks, cluster)
+    starts = start_plans(tasks, whole, cluster)
+    plans = starts + search_plans(tasks, cluster, starts)
     if count > 1 and not any(plan.judged.fits for plan in plans):
         plans += search_plans(whole, cluster)  # the model alone, spread over devices
     return _best(plans, cluster, begin)
@@ -98,14 +100,16 @@ def place(tasks: Tasks, cluster: Cluster, *, splits: bool = True) -> Result:
         splits: tasks may be cut into parts.
     """
     begin = time.perf_counter()
-    return _best(start_plans(tasks, tasks, cluster) + search_plans(tasks, cluster, splits=splits), cluster, begin)
+    starts = start_plans(tasks, tasks, cluster)
+    return _best(starts + search_plans(tasks, cluster, starts, splits=splits), cluster, begin)
 
 
 def start_plans(tasks: Tasks, whole: Tasks, cluster: Cluster) -> list[Plan]:
     """The baselines: ``tasks``' replicas on a device each, parameters on the first; ``whole`` on the fastest one."""
     plans = []
     if REPLICA in tasks.info:
-        device = _data_parallel(tasks, cluster)
+        replica: Ints = np.asarray(tasks.info[REPLICA], dtype=np.int64)
+        device = np.maximum(replica, 0) % len(cluster)
         plans.append(_plan(DATA_PARALLEL, tasks, device, cluster, None))
         plans.append(_plan(RANK_ORDER, tasks, device, cluster, rank_order(tasks, cluster, device)))
     everywhere = (np.full(len(whole), d, np.int64) for d in range(len(cluster)))
@@ -113,19 +117,17 @@ def start_plans(tasks: Tasks, whole: Tasks, cluster: Cluster) -> list[Plan]:
     return [*plans, min(alone, key=lambda plan: worth(plan.judged, cluster))]
 
 
-def search_plans(tasks: Tasks, cluster: Cluster, *, splits: bool = True) -> list[Plan]:
-    """Every algorithm's plan for ``tasks``, and what a descent from them finds."""
+def search_plans(tasks: Tasks, cluster: Cluster, starts: Sequence[Plan] = (), *, splits: bool = True) -> list[Plan]:
+    """Every algorithm's plan for ``tasks``, and what a descent from them and ``starts`` finds, the best first."""
     problem = Problem(tasks, cluster)
     plans = [published_plan(name, problem) for name in (*PUBLISHED, *ONE_PASS) if splits or "OS-DPOS" not in name]
     descent = Descent(problem)
     plans.append(aware_plan(problem, descent))
-    for plan in plans:
-        if not plan.splits:
+    for plan in sorted([*plans, *starts], key=lambda plan: worth(plan.judged, cluster)):
+        if plan.tasks is tasks:
             descent.start(plan.device, plan.priority)
-    if REPLICA in tasks.info:
-        descent.start(_data_parallel(tasks, cluster))
     best = min(plans, key=lambda plan: worth(plan.judged, cluster))
-    descents = [(descent, tasks, best.splits[:0])]
+    descents: list[tuple[Descent, Tasks, tuple[Split, ...]]] = [(descent, tasks, ())]
     if best.splits:  # what was cut has tasks that the others lack
         descents.append((Descent(Problem(best.tasks, cluster), descent.left), best.tasks, best.splits))
         descents[-1][0].start(best.device, best.priority)
@@ -174,13 +176,8 @@ def _run(name: str, problem: Problem, room: float) -> tuple[Problem, Schedule, t
     if "OS-DPOS" in name:
         cut = os_dpos(problem, lambda one: dpos(one, contention=contention, room=room))
         return cut.problem, cut.schedule, cut.splits
-    algorithm: Callable[..., Schedule] = {"HEFT": heft, "CPOP": cpop, "DPOS": dpos}[name.split(",")[0]]
-    return problem, algorithm(problem, contention=contention, room=room), ()
-
-
-def _data_parallel(tasks: Tasks, cluster: Cluster) -> Ints:
-    replica: Ints = np.asarray(tasks.info[REPLICA], dtype=np.int64)
-    return np.maximum(replica, 0) % len(cluster)
+    algorithms: dict[str, Callable[..., Schedule]] = {"HEFT": heft, "CPOP": cpop, "DPOS": dpos}
+    return problem, algorithms[name.split(",")[0]](problem, contention=contention, room=room), ()
 
 
 def _plan(
@@ -200,10 +197,16 @@ def _best(plans: list[Plan], cluster: Cluster, begin: float) -> Result:
     devices = [device.name for device in cluster.devices]
     played = best.judged.played.start[: len(best.tasks)]
     urgent = positions(np.argsort(played, kind="stable")) if best.priority is None else best.priority
-    names = best.tasks.names
+    names = _apart(best.tasks.names)
     return Result(
         best.strategy, best.makespan_ns, {name: tried[name] for name in BASELINES if name in tried},
         {name: devices[d] for name, d in zip(names, best.device.tolist(), strict=True)},
         [names[task] for task in np.argsort(urgent, kind="stable").tolist()],
         best.splits, best.judged.fits, time.perf_counter() - begin, best, tried,
     )  # fmt: skip
+
+
+def _apart(names: list[str]) -> list[str]:
+    """Names, with the task's number where several have the same."""
+    count = Counter(names)
+    return [name if count[name] == 1 else f"{name}#{task}" for task, name in enumerate(names)]

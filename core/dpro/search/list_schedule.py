@@ -156,7 +156,7 @@ def resident_bytes(tasks: Tasks) -> Ints:
 
     An estimate from above for what is freed early, from below for what is only passed on; the replay has the peak.
     """
-    need = tasks.kept_bytes.copy()
+    need: Ints = tasks.kept_bytes.copy()
     saved = np.zeros(len(tasks.tensor_of), bool)
     saved[tasks.use_tensor[tasks.kind[tasks.use_task] == OpKind.BACKWARD]] = True
     saved &= tasks.kind[tasks.tensor_of] == OpKind.FORWARD
