@@ -163,7 +163,7 @@ def checks(found: dict[str, Any]) -> list[Row]:
         )  # fmt: skip
     for row in found["scale"]:
         figures = {key: row[key] for key in ("seconds", "cpu_seconds", "ops", "tasks")}
-        check("2,000 ops, 8 devices: FastT in 10 s on one core", row["seconds"] <= 10.0, **figures)
+        check("2,000 ops, 8 devices: FastT in 10 s of one core", row["cpu_seconds"] <= 10.0, **figures)
     return out
 
 

@@ -124,7 +124,7 @@ def search_plans(tasks: Tasks, cluster: Cluster, starts: Sequence[Plan] = (), *,
     descent = Descent(problem)
     plans.append(aware_plan(problem, descent))
     for plan in sorted([*plans, *starts], key=lambda plan: worth(plan.judged, cluster)):
-        if plan.tasks is tasks:
+        if plan.tasks is tasks and descent.left > 0:
             descent.start(plan.device, plan.priority)
     best = min(plans, key=lambda plan: worth(plan.judged, cluster))
     descents: list[tuple[Descent, Tasks, tuple[Split, ...]]] = [(descent, tasks, ())]
