@@ -32,8 +32,8 @@ $(VENV)/.run: $(BUILT)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	@echo "[venv] pytorch-lightning, pytest, ruff, mypy"
-	@$(PIP) $(TORCH) pytorch-lightning -e '.[dev]'
+	@echo "[venv] pytorch-lightning, pytest, ruff, mypy, and what the benchmarks of placement compare with"
+	@$(PIP) $(TORCH) pytorch-lightning -e '.[dev,bench]'
 	@touch $@
 
 $(BACKENDS)/.run: $(BUILT) tests/backends/build.py tests/backends/byteps_build.py $(shell find tests/backends/byteps -name '*.[chp]*' -type f)
