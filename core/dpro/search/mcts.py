@@ -159,7 +159,9 @@ def _descend(space: Space, others: list[Choice], rng: random.Random, total: int)
     np.minimum.at(first, space.group, np.arange(len(space.group)))
     line = np.argsort(first, kind="stable").tolist()
     prior = space.priors()
-    ranked = [sorted(options, key=lambda a, g=g: (-prior[g, a], a)) for g, options in enumerate(space.options)]
+    ranked = [
+        [options[i] for i in np.argsort(-prior[g, options], kind="stable")] for g, options in enumerate(space.options)
+    ]
     few = [options[:_PROMISING] for options in ranked]
     for start in [space.best, *others]:
         if not space.spent():
