@@ -148,11 +148,11 @@ def test_the_same_seed_finds_the_same_and_budgets_are_kept() -> None:
 
 def test_tree_search_is_within_two_percent_of_the_optimum() -> None:
     ratios = []
-    for seed in range(3):
-        model, cluster = layers(seed, 4), pair(seed)
+    for seed in range(4):
+        model, cluster = layers(seed, 3 if seed else 4), pair(seed)
         optimum = best_of_all(Space(model, cluster, budget=Budget(None)))
         for uniform_priors in (False, True):
-            space = Space(model, cluster, budget=evaluations(250))
+            space = Space(model, cluster, budget=evaluations(120 if seed else 250))
             mcts.explore(space, seed, uniform_priors=uniform_priors)
             assert space.best is not None
             ratios.append(space.known[space.best].makespan_ns / optimum.makespan_ns)
@@ -190,14 +190,16 @@ def test_groups_without_variables_have_no_two_ways_to_synchronise() -> None:
 
 def test_the_agent_finds_the_optimum_of_a_small_model() -> None:
     pytest.importorskip("torch_geometric")
-    model, cluster = layers(1, 3), pair(1)
-    optimum = best_of_all(Space(model, cluster, budget=Budget(None)))
+    model, cluster = layers(2, 3), pair(2)
+    everything = Space(model, cluster, budget=Budget(None))
+    optimum = best_of_all(everything).makespan_ns
+    assert min(everything.evaluate(choice).makespan_ns for choice in everything.pool().values()) > optimum
     results = []
     for _ in range(2):
-        space = Space(model, cluster, budget=evaluations(150))
-        results.append(agent.learn(space, 0, agent.Learning(rounds=40)))
-        assert space.known[results[-1]].makespan_ns == optimum.makespan_ns
-        assert space.evaluations <= 160 < 6**3  # the round that spends the budget is gone through
+        space = Space(model, cluster, budget=evaluations(120))
+        results.append(agent.learn(space, 0, agent.Learning(rounds=25)))
+        assert space.known[results[-1]].makespan_ns == optimum
+        assert space.evaluations < everything.evaluations == 6**3
     assert results[0] == results[1]
 
 

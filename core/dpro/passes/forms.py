@@ -228,7 +228,9 @@ class FormCompiler:
         mode[self._to_update & copied[self._use_op]] = Mode.COLLECTIVE
         forms, modes = len(self._table), len(Mode)
         pairs, pair = np.unique((by * forms + to) * modes + mode, return_inverse=True)
-        number = np.array([self._conversion(*divmod(p // modes, forms), Mode(p % modes)) for p in pairs.tolist()])
+        number = np.array(
+            [self._conversion(p // modes // forms, p // modes % forms, Mode(p % modes)) for p in pairs.tolist()]
+        )
         keys, which = np.unique(self._use_tensor * len(pairs) + pair.ravel(), return_inverse=True)
         pool, which = self._conversions, which.ravel()
         pool.settle()

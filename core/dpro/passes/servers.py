@@ -82,5 +82,5 @@ class Servers:
                         latency[row, cluster.link[a, b]] += cluster.latency_ns[a, b]
                         per_byte[row, cluster.link[a, b]] += cluster.ns_per_byte[a, b]
             used = (latency > 0) | (per_byte > 0)
-            self._paths[key] = _Paths(candidates, latency, per_byte, used, np.count_nonzero(used))
+            self._paths[key] = _Paths(candidates, latency, per_byte, used, int(np.count_nonzero(used)))
         return self._paths[key]

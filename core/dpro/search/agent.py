@@ -110,9 +110,9 @@ def learn(space: Space, seed: int, learning: Learning) -> Choice:
                 chosen = torch.cat([chosen, torch.tensor([agent.places(rng.choice(pool.choices))])])
             rewards = []
             for row in chosen.tolist():
-                choice = agent.actions(row)
-                rewards.append(space.evaluate(choice).reward / yardstick)
-                pool.offer(space.canonical(choice), rewards[-1] * yardstick)
+                choices = agent.actions(row)
+                rewards.append(space.evaluate(choices).reward / yardstick)
+                pool.offer(space.canonical(choices), rewards[-1] * yardstick)
             stale = 0 if space.evaluations > before else stale + 1
             average = rewards[0] if not turn else (average + float(np.mean(rewards))) / 2
             agent.learn(chosen, np.array(rewards) - average)

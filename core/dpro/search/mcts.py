@@ -18,7 +18,7 @@ import numpy as np
 from dpro.graph.cluster import Cluster
 from dpro.graph.tasks import Ints
 from dpro.search.grouping import DEFAULT_GROUPS
-from dpro.search.hetero import Budget, Choice, Found, Space
+from dpro.search.hetero import Budget, Choice, Found, Space, actions
 from dpro.trace.model_graph import ModelGraph
 
 #: How much an untried action is worth trying.
@@ -71,7 +71,9 @@ def explore(space: Space, seed: int = 0, *, uniform_priors: bool = False) -> Cho
         lost = 0 if space.evaluations > before else lost + 1
         if _share(space, begun, first) >= _TREE:
             break
-    _descend(space, sorted(pool, key=lambda choice: (pool[choice], choice))[1:_STARTS], rng, total)
+    base = len(actions(space.cluster, space.model))
+    starts = sorted(pool, key=lambda choice: (max(choice) >= base, pool[choice], choice))[:_STARTS]
+    _descend(space, [space.best, *starts], base, rng, total)
     return space.best
 
 
@@ -150,18 +152,20 @@ class _Tree:
         return place
 
 
-def _descend(space: Space, others: list[Choice], rng: random.Random, total: int) -> None:
-    """Every group in turn until nothing helps, first by its most promising actions; so from the best choice, from
-    ``others``, and then again and again from a few steps away from the best.
+def _descend(space: Space, starts: list[Choice], base: int, rng: random.Random, total: int) -> None:
+    """Every group in turn until nothing helps, first by its most promising actions of the M + 4 ``base`` ones; so from
+    each of ``starts``, and then again and again from a few steps away from the best.
     """
     assert space.best is not None
     first = np.full(space.groups, len(space.group))
     np.minimum.at(first, space.group, np.arange(len(space.group)))
     line = np.argsort(first, kind="stable").tolist()
     prior = space.priors()
-    ranked = [sorted(options, key=lambda a, g=g: (-prior[g, a], a)) for g, options in enumerate(space.options)]
-    few = [options[:_PROMISING] for options in ranked]
-    for start in [space.best, *others]:
+    ranked = [
+        [options[i] for i in np.argsort(-prior[g, options], kind="stable")] for g, options in enumerate(space.options)
+    ]
+    few = [[action for action in options if action < base][:_PROMISING] for options in ranked]
+    for start in dict.fromkeys(starts):
         if not space.spent():
             _settle(space, start, few, rng)
     here, lost = space.best, 0
