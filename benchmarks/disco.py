@@ -57,7 +57,7 @@ SEARCHED = {
     "bert-3 operators": "dnn_partitioning/operator_bert_l-3_training.json",
     "resnet50 operators": "dnn_partitioning/operator_resnet50_training.json",
 }
-SWEPT = ("alexnet", "vgg16")
+SWEPT = ("vgg16", "resnet50", "bert-3 operators")
 WORKERS, GB_PER_S = 8, 10.0
 ALPHAS, BETAS = (1.0, 1.01, 1.05, 1.1), (1, 5, 10, 30)
 PARTS = ("estimators", "search", "sweep", "scale")

@@ -73,7 +73,7 @@ class Steps:
 
     def nbytes(self, value: int) -> int:
         shape, dtype = self.shapes[value]
-        return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return int(np.prod(shape, dtype=np.int64) * dtype.itemsize)
 
 
 def taken_apart(model: str, make: Callable[[], Any]) -> Steps:
@@ -266,7 +266,10 @@ def compiled(
 
     arrays = [_random(*steps.shapes[v], rng) for v in inputs]
     function = jax.jit(run)
-    call = lambda: jax.block_until_ready(function(*arrays))  # noqa: E731
+
+    def call() -> Any:
+        return jax.block_until_ready(function(*arrays))
+
     call()
     return Timed(call, yardstick)
 
