@@ -149,7 +149,7 @@ def test_a_placement_from_a_file_is_verified_in_the_running_job(
     assert value["states"][2:-1] == ["APPLY", "VERIFY"] * 4  # in turns with the job's own
     assert value["on"] == (["act", "convl", "convr", "loop", "norm", "own", "model"] if kept else [])
     assert value["traced"] == (["/device:CPU:2"] if kept else [""])
-    assert value["times"] >= 2 or value["keras"] == 3  # which has another function for what is not from a data set
+    assert value["times"] >= 2 or value["keras"] == 3  # that has another function for train_on_batch
     same(value, plain("whole_way"))
 
 
