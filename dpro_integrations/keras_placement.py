@@ -50,8 +50,8 @@ def placed_by(plan: Plan) -> Placed:
     """What ``plan`` has for :class:`Placement`, with names of devices as TensorFlow has them.
 
     Raises:
-        PlanError: this process has no such device, or but one that it computes on; a layer is ordered twice, or is
-            compiled or recomputed as well.
+        PlanError: this process has no such device, or but one that it computes on, or soft placement is off; a layer
+            is ordered twice, or is compiled or recomputed as well.
     """
     placement, order = plan.placement or {}, tuple(plan.order or ())
     if placement and len(here := devices_here()) < 2:
@@ -65,7 +65,10 @@ def placed_by(plan: Plan) -> Placed:
             if f"{name}/".startswith(f"{compiled}/") or compiled.startswith(f"{name}/"):
                 done = "placed" if name in placement else "ordered"
                 raise PlanError(f"layer {name!r} is {done}, and compiled by XLA with {compiled!r}: one of the two")
-    return Placed(tuple((name, _device(placement[name])) for name in sorted(placement)), order)
+    devices = tuple((name, _device(placement[name])) for name in sorted(placement))
+    if not tf.config.get_soft_device_placement() and any("CPU" not in device for _, device in devices):
+        raise PlanError("soft device placement is off: an op without a kernel for its device would end the job")
+    return Placed(devices, order)
 
 
 def _device(given: str) -> str:

@@ -289,8 +289,8 @@ def _called(graph: Any) -> list[Any]:
 
 
 def whole_way(settings: dict[str, Any] | None, kept: bool = True) -> dict[str, Any]:
-    """``fit`` of 30 steps with a callback that is given a plan's file, None: without; then a batch that is not from a
-    data set, for which TensorFlow traces the step again."""
+    """``fit`` of 30 steps with a callback that is given a plan's file, None: without; then a batch of samples with
+    weights, for which TensorFlow traces the step again."""
     import dpro.tuner
     from dpro.verdict import Comparison
     from dpro_integrations.keras import DproCallback
@@ -310,7 +310,7 @@ def whole_way(settings: dict[str, Any] | None, kept: bool = True) -> dict[str, A
 
     watch = keras.callbacks.LambdaCallback(on_batch_end=noted)
     fit(model, 30, callbacks=[*ours, watch], validation_data=batches(8))
-    model.train_on_batch(*batches(3))
+    model.train_on_batch(*batches(3), sample_weight=np.ones(3, np.float32))
     steps = _steps(model)
     outcome = ours[0].outcome if ours else None
     return {
