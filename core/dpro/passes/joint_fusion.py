@@ -371,8 +371,7 @@ class JointFusion:
         state.stale.add(label)
 
     def _reduce_ns(self, nbytes: Ints) -> Floats:
-        taken: Floats = self.all_reduce.latency_ns + self.all_reduce.ns_per_byte * nbytes
-        return taken
+        return np.asarray(self.all_reduce.latency_ns + self.all_reduce.ns_per_byte * nbytes, dtype=np.float64)
 
     def _price(self, state: Fusion) -> None:
         for group in state.stale:
