@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpro.graph.cluster import Cluster
+from dpro.graph.graph import OpKind
 from dpro.graph.tasks import CHANNEL, Ints, Placed, Tasks, lower
 from dpro.replay.engine import Replay, replay
 
@@ -58,7 +59,8 @@ def peak_bytes(placed: Placed, played: Replay, devices: int) -> npt.NDArray[np.i
     # buffers: the tensors where they are made, then each transfer's where it arrives
     owner = np.concatenate([home, placed.sent_to])
     # what is kept is there already: a variable's tensor is no second copy of it
-    own = np.where(tasks.kept_bytes[tasks.tensor_of] > 0, 0, tasks.tensor_bytes)
+    variable = (tasks.kept_bytes > 0) & (tasks.kind == OpKind.LOCAL)
+    own = np.where(variable[tasks.tensor_of], 0, tasks.tensor_bytes)
     nbytes = np.concatenate([own, tasks.tensor_bytes[placed.sent_tensor]])
     made = np.concatenate([start[tasks.tensor_of], start[placed.sent_op]])
     freed = np.concatenate([end[tasks.tensor_of], end[placed.sent_op]]).astype(np.int64)
@@ -67,9 +69,8 @@ def peak_bytes(placed: Placed, played: Replay, devices: int) -> npt.NDArray[np.i
     np.maximum.at(freed, tasks.use_tensor[local], end[tasks.use_task[local]])
     np.maximum.at(freed, placed.sent_tensor, end[placed.sent_op])
     key = placed.sent_tensor * devices + placed.sent_to
-    at = np.searchsorted(
-        key, tasks.use_tensor[~local] * devices + reader[~local]
-    )  # keys are sorted: lower() made them so
+    # keys are sorted: lower() made them so
+    at = np.searchsorted(key, tasks.use_tensor[~local] * devices + reader[~local])
     np.maximum.at(freed, count + at, end[tasks.use_task[~local]])
 
     peak: npt.NDArray[np.int64] = kept.copy()
