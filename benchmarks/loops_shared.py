@@ -71,18 +71,25 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(inputs), labels)
 
 
-class SharedDDPLoop(DDPLoop):
+class _SharedStep:
+    """A step of the batch that was dealt out, whoever synchronises it."""
+
+    _shared: _Shared
+    _optimizer: Any
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self._shared.backward()
+        self._optimizer.step()
+
+
+class SharedDDPLoop(_SharedStep, DDPLoop):
     """DistributedDataParallel."""
 
     def __init__(self, model: str, seed: int, emulated: bool) -> None:
         super().__init__(model, seed, emulated)
         self._shared = _Shared(model, self._ddp, self.rank)
         self.adapter.share_batches(self._shared.sampler)  # type: ignore[attr-defined]
-
-    def step(self) -> None:
-        self._optimizer.zero_grad()
-        self._shared.backward()
-        self._optimizer.step()
 
     def gradients_off(self, shares: list[int]) -> float:
         """See :meth:`_Shared.off`."""
@@ -94,7 +101,7 @@ class SharedDDPLoop(DDPLoop):
         return autotune(self._ddp, optimizer=self._optimizer, sampler=self._shared.sampler, **settings)[1]
 
 
-class SharedHorovodLoop(HorovodLoop):
+class SharedHorovodLoop(_SharedStep, HorovodLoop):
     """``hvd.DistributedOptimizer``."""
 
     def __init__(self, model: str, seed: int, emulated: bool) -> None:
@@ -102,16 +109,10 @@ class SharedHorovodLoop(HorovodLoop):
         self._shared = _Shared(model, self._task.model, self.rank)
         self.adapter.share_batches(self._shared.sampler)  # type: ignore[attr-defined]
 
-    def step(self) -> None:
-        self._optimizer.zero_grad()
-        self._shared.backward()
-        self._optimizer.step()
-
     def gradients_off(self, shares: list[int]) -> float:
         """See :meth:`_Shared.off`."""
-        optimizer: Any = self._optimizer
-        off = self._shared.off(self._task.model, shares, optimizer.synchronize)
-        optimizer.zero_grad()
+        off = self._shared.off(self._task.model, shares, self._optimizer.synchronize)
+        self._optimizer.zero_grad()
         return off
 
     def autotune(self, settings: dict[str, Any]) -> Tuner | None:

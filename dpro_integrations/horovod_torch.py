@@ -93,10 +93,7 @@ class HorovodTorchAdapter(TorchAdapter):
         knobs = {Knob.GROUPS, Knob.CYCLE_TIME}
         if self._module() is not None:
             knobs.add(Knob.RECOMPUTE)
-        if self._can_cut():
-            knobs.add(Knob.ACCUMULATE)
-            if self._sampler is not None:
-                knobs.add(Knob.BATCH_SHARES)
+        knobs |= self._batch_knobs()
         if self._can_compile():
             knobs.add(Knob.COMPILE_REGIONS)
         return knobs

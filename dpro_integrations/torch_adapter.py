@@ -183,6 +183,12 @@ class TorchAdapter:
         called = self._called()
         return called is not None and torch_micro.can_cut(called)
 
+    def _batch_knobs(self) -> set[Knob]:
+        """What can be done with the job's batches."""
+        if not self._can_cut():
+            return set()
+        return {Knob.ACCUMULATE} | ({Knob.BATCH_SHARES} if self._sampler is not None else set())
+
     def _check_parts(self, plan: Plan) -> None:
         """Refuse to cut batches that can't be.
 

@@ -111,10 +111,7 @@ class TorchDDPAdapter(TorchAdapter):
         if self.why_not():
             return set()
         knobs = {Knob.BUCKET_CAP, Knob.BUCKET_VIEW, Knob.RECOMPUTE}
-        if self._can_cut():
-            knobs.add(Knob.ACCUMULATE)
-            if self._sampler is not None:
-                knobs.add(Knob.BATCH_SHARES)
+        knobs |= self._batch_knobs()
         if HAS_CAP_LIST:
             knobs.add(Knob.BUCKET_LIST)
         if hasattr(self._ddp, "batched_grad_copy"):
