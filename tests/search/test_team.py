@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -117,6 +119,33 @@ def test_without_answers_it_goes_on_alone(helper: Helper) -> None:
     shared, team = searched(2, helper)
     assert [c.plan for c in shared.candidates] == [c.plan for c in alone.candidates]
     assert team.evaluations == 0 and shared.evaluations == alone.evaluations
+
+
+def test_a_slow_helper_has_less_to_do() -> None:
+    """It says that it took for ever: 8 times as long as rank 0 is believed at most, half of it at once, so 4.5."""
+    had: list[int] = []
+
+    def slow(exchange: Exchange) -> None:
+        exchange.wait("k/0", 5.0)
+        exchange.agree("k/0/1", "ready")
+        for question in ("k/1", "k/2"):
+            share = json.loads(exchange.wait(question, 5.0))["shares"]["1"]
+            had.append(len(share))
+            exchange.agree(f"{question}/1", json.dumps([1e9, *(sum(caps) for caps in share)]))
+
+    board = Board(2)
+    thread = threading.Thread(target=slow, args=(Timed(board, 1),), daemon=True)
+    thread.start()
+    team = Team(Timed(board, 0), "k")
+    graph = transformer()
+    team.join(graph, 1.0)
+    while team.size() == 1:
+        time.sleep(0.001)
+    asked = [(i, i) for i in range(22)]
+    for _ in range(2):
+        assert team.steps_ns((), asked, sum) == [2 * i for i in range(22)]
+    thread.join(5.0)
+    assert had == [11, 4]  # 18 here take as long as 4 there
 
 
 def test_a_short_search_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ from dpro.search.team import Team
 from dpro.search.tensor_fusion import Cuts, Timeline
 from dpro.search.view import ALL, Speedups
 
-#: Candidates per rank and question, where several ranks replay them: few enough to look at the clock in between.
-_AT_ONCE = 16
+#: Of the candidates of a question each rank has as many as it replays in about so long, s; the least and the most.
+_QUESTION_S, _LEAST_AT_ONCE, _MOST_AT_ONCE = 0.3, 4, 64
 #: The step of buckets that close a circle, ns.
 NEVER = 1 << 62
 
@@ -51,6 +51,7 @@ class Judge:
         self.graph = graph
         self._team = team
         self._base_caps: tuple[int, ...] = ()
+        self._at_once = _LEAST_AT_ONCE
         self.speedups = speedups
         self.evaluations = 0
         self.verdicts: dict[tuple[int, ...], Verdict] = {}
@@ -151,12 +152,11 @@ class Judge:
 
     def first(self, grouping: Grouping) -> int:
         """:meth:`replayed_ns` of what the search begins with; the other ranks are told of it, if that is worth it."""
-        step_ns = self.replayed_ns(grouping)
         if self._team is not None:
             began = time.monotonic()
-            self.replayed_ns(grouping)  # now that the wiring is known
+            replay(self.graph)
             self._team.join(self.graph, time.monotonic() - began)
-        return step_ns
+        return self.replayed_ns(grouping)
 
     def replayed_ns(self, grouping: Grouping) -> int:
         """The same for the graph as it is now, whatever else has been edited; not remembered."""
@@ -235,9 +235,13 @@ class Judge:
         left = list(fresh.values())
         # The first one of all is judged even without time, so that there is something to compare.
         while left and not (self._times and self.out_of_time()):
-            turn = _AT_ONCE * self._team.size() if self._team is not None else 1
+            size = self._team.size() if self._team is not None else 1
+            turn = size * self._at_once if size > 1 else 1
             now, left = left[:turn], left[turn:]
+            began = time.monotonic()
             steps_ns = self._ask(now)
+            each_s = max(time.monotonic() - began, 1e-6) * size / len(now)
+            self._at_once = min(max(int(_QUESTION_S / each_s), _LEAST_AT_ONCE), _MOST_AT_ONCE)
             self._times.update(zip((buckets[caps] for caps in now), steps_ns, strict=True))
         told = [caps for caps in asked if buckets[caps] in self._times]
         for caps in told:

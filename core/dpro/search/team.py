@@ -4,7 +4,7 @@ Knows the job's exchange and the judge. Rank 0 alone decides what is asked and w
 for any number of ranks; a rank that does not answer in time is not asked again, and its share is replayed here.
 
 What rank 0 says is agreed on under a number (a graph, a question, the end), and so is each answer: that the graph was
-taken in, or the steps that lists of caps give.
+taken in, or how long it took, s, and the steps that lists of caps give.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from dpro.graph.packed import pack, unpack
 
 Caps = tuple[int, ...]
 #: Where a replay takes less, s, all of a search are over before it is worth telling anybody of them.
-WORTHWHILE_S = 0.002
+WORTHWHILE_S = 0.0015
 #: More ranks than this are not asked: the store that they talk through is one.
 MOST_HELPERS = 15
 #: A larger graph is not sent, bytes of text.
 MOST_BYTES = 3 << 20
 #: A helper that takes so many times as long as this rank for its own share, and this long, s, is not waited for.
 _PATIENCE, _LEAST_PATIENCE_S = 4.0, 5.0
+#: Of what a helper took for its last share, so much is believed; and so many times slower or faster at most.
+_BELIEVED, _MOST_SLOWER = 0.5, 8.0
 
 
 class Team:
@@ -46,6 +48,8 @@ class Team:
         self._helpers = list(range(1, min(exchange.world_size, MOST_HELPERS + 1)))
         self._asked = 0
         self._ready: list[int] = []
+        #: how many times as long as this rank a helper takes for a replay
+        self._slower: dict[int, float] = {}
         self._joined = ""
         self._over = False
         #: candidates that helpers have replayed so far
@@ -82,26 +86,42 @@ class Team:
         Args:
             base: what the graph has, which they differ little from; () for the captured buckets.
         """
-        size = len(self._ready) + 1
-        if size == 1 or len(asked) < size:
+        if not self._ready or len(asked) <= len(self._ready):
             return [here(caps) for caps in asked]
         number = self._asked
-        shares = {helper: asked[i + 1 :: size] for i, helper in enumerate(self._ready)}
+        shares = self._dealt(asked)
+        mine = shares.pop(0)
         self._say(json.dumps({"base": base, "shares": shares}))
         began = time.monotonic()
-        told = dict(zip(asked[::size], map(here, asked[::size]), strict=True))
-        deadline = time.monotonic() + max(_LEAST_PATIENCE_S, _PATIENCE * (time.monotonic() - began))
+        told = dict(zip(mine, map(here, mine), strict=True))
+        took_s = time.monotonic() - began
+        deadline = time.monotonic() + max(_LEAST_PATIENCE_S, _PATIENCE * took_s)
         for helper, share in shares.items():  # one deadline for all: many that are gone cost no more than one
             left_s = max(0.0, deadline - time.monotonic())
             try:
-                answer = json.loads(self._exchange.wait(f"{self._key}/{number}/{helper}", left_s))
+                seconds, *answer = json.loads(self._exchange.wait(f"{self._key}/{number}/{helper}", left_s))
                 told |= dict(zip(share, map(int, answer), strict=True))
                 self.evaluations += len(share)
+                self._learn(helper, float(seconds) / len(share), took_s / len(mine))
             except (TimeoutError, RankLeft, ValueError, TypeError):
                 self._helpers.remove(helper)
                 self._ready.remove(helper)
                 told |= {caps: here(caps) for caps in share}
         return [told[caps] for caps in asked]
+
+    def _dealt(self, asked: Sequence[Caps]) -> dict[int, list[Caps]]:
+        """By rank, of those that are ready and this one: each in turn to whom it is over with first. None has none."""
+        pace = {0: 1.0} | {helper: self._slower.get(helper, 1.0) for helper in self._ready}
+        shares: dict[int, list[Caps]] = {rank: [] for rank in pace}
+        for caps, rank in zip(asked, pace, strict=False):
+            shares[rank].append(caps)
+        for caps in asked[len(pace) :]:
+            shares[min(pace, key=lambda rank: (len(shares[rank]) + 1) * pace[rank])].append(caps)
+        return shares
+
+    def _learn(self, helper: int, theirs_s: float, mine_s: float) -> None:
+        slower = min(max(theirs_s / max(mine_s, 1e-9), 1 / _MOST_SLOWER), _MOST_SLOWER)
+        self._slower[helper] = (1 - _BELIEVED) * self._slower.get(helper, 1.0) + _BELIEVED * slower
 
     def end(self) -> None:
         """Let the helpers go; may be called again."""
@@ -147,12 +167,14 @@ def assist(exchange: Exchange, key: str, timeout_s: float) -> int:
             judge.replayed_ns(captured(graph))  # it learns what hangs on which gradient
             exchange.agree(f"{key}/{number}/{exchange.rank}", "ready")
         elif judge is not None:
+            began = time.monotonic()
             wanted = tuple(told["base"])
             if wanted != base:
                 judge.rebase(wanted)
                 base = wanted
             share = told["shares"].get(str(exchange.rank), [])
             steps_ns = [judge.step_ns(judge.grouping(tuple(caps))) for caps in share]
-            exchange.agree(f"{key}/{number}/{exchange.rank}", json.dumps(steps_ns))
+            answer = [time.monotonic() - began, *steps_ns]
+            exchange.agree(f"{key}/{number}/{exchange.rank}", json.dumps(answer))
             answered += len(share)
         number += 1
