@@ -143,7 +143,7 @@ def test_a_slow_helper_has_less_to_do() -> None:
         time.sleep(0.001)
     asked = [(i, i) for i in range(22)]
     for _ in range(2):
-        assert team.steps_ns((), asked, sum) == [2 * i for i in range(22)]
+        assert team.steps_ns(asked, sum) == [2 * i for i in range(22)]
     thread.join(5.0)
     assert had == [11, 4]  # 18 here take as long as 4 there
 

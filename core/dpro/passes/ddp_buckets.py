@@ -16,6 +16,8 @@ from itertools import accumulate
 MIB = 2**20
 #: DDP without arguments: a small first bucket, so that communication starts early.
 DEFAULT_LIMITS = (1 * MIB, 25 * MIB)
+#: See :func:`running_totals`.
+Totals = list[tuple[list[int], list[int]]]
 
 
 def assign(nbytes: Sequence[int], dtypes: Sequence[str], caps: Sequence[int]) -> list[list[int]]:
@@ -29,15 +31,26 @@ def assign(nbytes: Sequence[int], dtypes: Sequence[str], caps: Sequence[int]) ->
     Raises:
         ValueError: no caps, or columns of different length.
     """
-    if not caps or len(nbytes) != len(dtypes):
-        raise ValueError("bucketing needs at least one cap, and one dtype per tensor")
+    return assigned(running_totals(nbytes, dtypes), caps)
+
+
+def running_totals(nbytes: Sequence[int], dtypes: Sequence[str]) -> Totals:
+    """By dtype: its places, and the bytes up to each; errors as :func:`assign`."""
+    if len(nbytes) != len(dtypes):
+        raise ValueError("bucketing needs one dtype per tensor")
     places: dict[str, list[int]] = {}
     for i, dtype in enumerate(dtypes):
         places.setdefault(dtype, []).append(i)
+    return [(mine, [*accumulate(nbytes[i] for i in mine)]) for mine in places.values()]
+
+
+def assigned(totals: Totals, caps: Sequence[int]) -> list[list[int]]:
+    """:func:`assign` for who asks of the same tensors again and again."""
+    if not caps:
+        raise ValueError("bucketing needs at least one cap")
     done: list[tuple[int, list[int]]] = []  # with the place that closed it
     unfinished: list[list[int]] = []
-    for mine in places.values():
-        total = [*accumulate(nbytes[i] for i in mine)]
+    for mine, total in totals:
         begin = before = turn = 0
         while begin < len(mine):
             end = bisect_left(total, before + caps[min(turn, len(caps) - 1)], lo=begin)

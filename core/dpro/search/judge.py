@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpro.graph.graph import Graph
-from dpro.passes.ddp_buckets import assign
+from dpro.passes.ddp_buckets import assigned, running_totals
 from dpro.passes.tensor_fusion import Grouping, TensorFusion, ready_order
 from dpro.replay.delta import DeltaReplay
 from dpro.replay.engine import CycleError, replay
@@ -50,7 +50,6 @@ class Judge:
     def __init__(self, graph: Graph, deadline_s: float, speedups: Speedups = ALL, team: Team | None = None) -> None:
         self.graph = graph
         self._team = team
-        self._base_caps: tuple[int, ...] = ()
         self._at_once = _LEAST_AT_ONCE
         self.speedups = speedups
         self.evaluations = 0
@@ -63,7 +62,7 @@ class Judge:
         self._groupings: dict[tuple[int, ...], Grouping] = {}
         self._ready_ns: dict[int, int] | None = None
         self._order = order = ready_order(graph)
-        self._columns = [graph.tensors[t].nbytes for t in order], [graph.tensors[t].dtype for t in order]
+        self._totals = running_totals([graph.tensors[t].nbytes for t in order], [graph.tensors[t].dtype for t in order])
         bytes_of: dict[str, int] = {}
         for t in order:
             bytes_of[graph.tensors[t].dtype] = bytes_of.get(graph.tensors[t].dtype, 0) + graph.tensors[t].nbytes
@@ -83,7 +82,9 @@ class Judge:
     def rebase(self, caps: tuple[int, ...] = ()) -> None:
         """Let the graph have the buckets of these caps, so that what differs little costs little; () for its own."""
         self.graph.undo(self._mark)
-        self._base, self._base_caps = None, caps
+        self._base = None
+        if self._team is not None:
+            self._team.rebase(caps)
         if caps:
             self._fusion.apply(self.graph, self.together(self.grouping(caps)))
             # contention takes turns by priority everywhere: there only whole replays know
@@ -94,7 +95,7 @@ class Judge:
         """The buckets that DDP makes under these caps (bytes): one is uniform, more are a list."""
         if caps not in self._groupings:
             limits = uniform_limits(self.graph, caps[0]) if len(caps) == 1 else caps
-            groups = assign(*self._columns, limits)
+            groups = assigned(self._totals, limits)
             self._groupings[caps] = tuple(tuple(self._order[i] for i in group) for group in groups)
         return self._groupings[caps]
 
@@ -254,4 +255,4 @@ class Judge:
 
         if self._team is None:
             return [here(caps) for caps in asked]
-        return self._team.steps_ns(self._base_caps, asked, here)
+        return self._team.steps_ns(asked, here)

@@ -3,8 +3,8 @@
 Knows the job's exchange and the judge. Rank 0 alone decides what is asked and what comes of it, so the plan is the same
 for any number of ranks; a rank that does not answer in time is not asked again, and its share is replayed here.
 
-What rank 0 says is agreed on under a number (a graph, a question, the end), and so is each answer: that the graph was
-taken in, or how long it took, s, and the steps that lists of caps give.
+What rank 0 says is agreed on under a number (a graph, the buckets that it has, a question, the end), and so is each
+answer: that the graph was taken in, or how long it took, s, and the steps that lists of caps give.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpro.graph.packed import pack, unpack
 
 Caps = tuple[int, ...]
 #: Where a replay takes less, s, all of a search are over before it is worth telling anybody of them.
-WORTHWHILE_S = 0.0015
+WORTHWHILE_S = 0.0007
 #: More ranks than this are not asked: the store that they talk through is one.
 MOST_HELPERS = 15
 #: A larger graph is not sent, bytes of text.
@@ -80,18 +80,19 @@ class Team:
         self._joined = f"{self._key}/{self._asked}"
         self._say(told)
 
-    def steps_ns(self, base: Caps, asked: Sequence[Caps], here: Callable[[Caps], int]) -> list[int]:
-        """The replayed step of every one of ``asked``; ``here`` replays on this rank.
+    def rebase(self, caps: Caps) -> None:
+        """The graph has the buckets of these caps from now on; () for the captured ones."""
+        if self._joined and self._helpers:
+            self._say(json.dumps({"base": caps}))
 
-        Args:
-            base: what the graph has, which they differ little from; () for the captured buckets.
-        """
+    def steps_ns(self, asked: Sequence[Caps], here: Callable[[Caps], int]) -> list[int]:
+        """The replayed step of every one of ``asked``; ``here`` replays on this rank."""
         if not self._ready or len(asked) <= len(self._ready):
             return [here(caps) for caps in asked]
         number = self._asked
         shares = self._dealt(asked)
         mine = shares.pop(0)
-        self._say(json.dumps({"base": base, "shares": shares}))
+        self._say(json.dumps({"shares": shares}))
         began = time.monotonic()
         told = dict(zip(mine, map(here, mine), strict=True))
         took_s = time.monotonic() - began
@@ -152,7 +153,6 @@ def assist(exchange: Exchange, key: str, timeout_s: float) -> int:
         return 0
     deadline = time.monotonic() + timeout_s
     judge: Judge | None = None
-    base: Caps = ()
     number = answered = 0
     while True:
         told = json.loads(exchange.wait(f"{key}/{number}", max(0.0, deadline - time.monotonic())))
@@ -163,15 +163,13 @@ def assist(exchange: Exchange, key: str, timeout_s: float) -> int:
         if "graph" in told:
             graph = unpack(base64.b64decode(str(told["graph"])))
             graph.info["sync"] = SyncModel(**told["sync"])
-            judge, base = Judge(graph, float("inf")), ()
+            judge = Judge(graph, float("inf"))
             judge.replayed_ns(captured(graph))  # it learns what hangs on which gradient
             exchange.agree(f"{key}/{number}/{exchange.rank}", "ready")
+        elif judge is not None and "base" in told:
+            judge.rebase(tuple(told["base"]))
         elif judge is not None:
             began = time.monotonic()
-            wanted = tuple(told["base"])
-            if wanted != base:
-                judge.rebase(wanted)
-                base = wanted
             share = told["shares"].get(str(exchange.rank), [])
             steps_ns = [judge.step_ns(judge.grouping(tuple(caps))) for caps in share]
             answer = [time.monotonic() - began, *steps_ns]
