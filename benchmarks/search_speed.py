@@ -192,7 +192,7 @@ def _seconds(call: Any) -> tuple[int, float]:
 def with_ranks(graph: Graph, counts: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     """The search without accelerations, in turns with 1, 2 and 4 ranks; the plan is compared with that of one rank.
 
-    One that is over in a moment (VGG16's) is not shared.
+    ``speedup``: the median, over the rounds, of what one rank took and what so many took right after.
     """
     blob, sync = pack(graph), graph.info["sync"]
     server = TCPStore("127.0.0.1", 0, is_master=True)
@@ -224,11 +224,11 @@ def with_ranks(graph: Graph, counts: tuple[int, ...], rounds: int) -> list[dict[
             for process in others:
                 process.join(30)
             say(f"  {count} ranks: {seconds[count][-1]:.2f} s, {team.evaluations} replays by others")
-    alone = statistics.median(seconds[counts[0]])
+    alone = seconds[counts[0]]
     return [
         {
             "ranks": count, "seconds": round(statistics.median(times), 3), "replayed_by_others": shared[count],
-            "speedup": round(alone / statistics.median(times), 3),
+            "speedup": round(statistics.median(one / many for one, many in zip(alone, times, strict=True)), 3),
             "same_plan": plans[count] == plans[counts[0]] and len(plans[count]) == 1,
         }
         for count, times in seconds.items()

@@ -13,7 +13,7 @@ from typing import Protocol
 from dpro.adapter import RankLeft
 
 #: Between two looks, s: soon at first, seldom where it takes long anyhow (looking costs rank 0 as well).
-_POLL_S, _LONGEST_POLL_S = 0.002, 0.05
+_POLL_S, _LONGEST_POLL_S = 0.0005, 0.05
 _POLL_SHARE = 0.02
 _PART_BYTES = 4 << 20
 
