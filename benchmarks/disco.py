@@ -108,8 +108,7 @@ def estimators(samples: Sequence[Sample], kept: dict[str, Any], gnn_s: float) ->
             "within_by_model": {m: round(float(trust_of(e).within), 3) for m, e in models.items()},
             "constants": said, "seconds": round(time.monotonic() - began, 1),
         }  # fmt: skip
-    rounds = np.array(kept["rounds_ns"])
-    yield _error_row("the same kernel, timed again", np.abs(rounds[:, 1] / rounds[:, 0] - 1)) | {"trained_on": "itself"}
+    yield _error_row("the same kernel, timed again", fused_kernels.timed_again(kept)) | {"trained_on": "itself"}
 
 
 def _constants(estimator: Estimator) -> dict[str, float]:

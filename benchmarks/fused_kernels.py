@@ -2,9 +2,10 @@
 
 The training steps of :mod:`benchmarks.fused_models` are taken apart into XLA's ops (jaxpr equations). As in DisCo (TPDS
 2022, section 5.2) a sample is an op, fused with a predecessor again and again; XLA compiles just these ops, for one
-core without its thread pool. Every op is timed alone in the same way. A time is the core's own, the least of several
-runs (:class:`Yardstick`), in two rounds up to a minute apart: how far these differ is what no estimator can know. No
-sample is measured of two models.
+core without its thread pool. A kernel and each of its ops alone take turns, so that what a machine does to one it does
+to the others (:func:`in_turns`); a time is the core's own, the least of several. Some are timed once more after the
+model's last: how far a kernel differs then, relative to its ops, is what no estimator can know. No sample is measured
+of two models.
 
 ``python -m benchmarks.fused_kernels --json [--seconds 600]`` prints ``{kernels, ops, launch_ns, rounds_within_14pct,
 models, seconds}`` and keeps the samples in the user's cache folder (:data:`CACHE`), for ``benchmarks.disco``.
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from dpro.cost.fused import WITHIN, Kernel, Sample
+from dpro.cost.fused import WITHIN, Floats, Kernel, Sample
 
 CACHE = Path.home() / ".cache" / "dpro" / "fused_kernels.json"
 #: One thread, and memory that is not given back between runs: a page taken anew costs more than what is written to it.
@@ -34,7 +35,9 @@ ENV = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_ARENA_MAX": "1",
 }  # fmt: skip
 MOST_OPS = 24
-_RUNS, _MOST_RUNS, _RUN_S = 20, 60, 0.0004
+_TURNS, _MOST_TURNS, _RUN_S = 10, 20, 0.0003
+#: One in so many is timed again.
+_AGAIN = 6
 #: The yardstick may take this many times its usual time.
 _QUIET = 1.07
 #: Never in a sample: not ops of a fused kernel in any compiler.
@@ -215,39 +218,28 @@ def _cpu_ns(call: Callable[[], Any], times: int) -> float:
     return (time.thread_time_ns() - began) / times
 
 
-@dataclass
-class Timed:
-    """A compiled function; ``rounds``: the least time of each round, ns."""
-
-    call: Callable[[], Any]
-    yardstick: Yardstick
-    rounds: list[float] = field(default_factory=list)
-
-    def measure(self) -> None:
-        """A run counts where the yardstick took its usual time just before and just after."""
-        once_ns = _cpu_ns(self.call, 2)
-        times = max(1, min(100, int(_RUN_S * 1e9 / max(once_ns, 1))))
-        quiet: list[float] = []
-        rest: list[float] = []
-        before = self.yardstick.slower()
-        for _ in range(_MOST_RUNS):
-            taken = _cpu_ns(self.call, times)
-            after = self.yardstick.slower()
-            slower = max(before, after, 1.0)
-            (quiet if slower < _QUIET else rest).append(taken if slower < _QUIET else taken / slower)
-            before = after
-            if len(quiet) == _RUNS:
-                break
-        self.rounds.append(min(quiet) if quiet else float(np.median(rest)))
-
-    @property
-    def time_ns(self) -> float:
-        return min(self.rounds)
+def in_turns(calls: Sequence[Callable[[], Any]], yardstick: Yardstick) -> Floats:
+    """[calls] the least time of each, ns; of turns in which the yardstick took its usual time before and after."""
+    times = [max(1, min(60, int(_RUN_S * 1e9 / max(_cpu_ns(call, 2), 1)))) for call in calls]
+    quiet: list[list[float]] = []
+    rest: list[list[float]] = []
+    before = yardstick.slower()
+    for _ in range(_MOST_TURNS):
+        taken = [_cpu_ns(call, n) for call, n in zip(calls, times, strict=True)]
+        after = yardstick.slower()
+        slower = max(before, after, 1.0)
+        if slower < _QUIET:
+            quiet.append(taken)
+        else:
+            rest.append([one / slower for one in taken])
+        before = after
+        if len(quiet) == _TURNS:
+            break
+    least: Floats = np.array(quiet).min(axis=0) if quiet else np.median(rest, axis=0)
+    return least
 
 
-def compiled(
-    steps: Steps, ops: Sequence[int], exported: set[int], rng: np.random.Generator, yardstick: Yardstick
-) -> Timed:
+def compiled(steps: Steps, ops: Sequence[int], exported: set[int], rng: np.random.Generator) -> Callable[[], Any]:
     """XLA's kernel of ``ops``, on arrays of random numbers."""
     import jax
 
@@ -271,7 +263,7 @@ def compiled(
         return jax.block_until_ready(function(*arrays))
 
     call()
-    return Timed(call, yardstick)
+    return call
 
 
 def _random(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> Any:
@@ -317,17 +309,15 @@ def measure(seconds: float, seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     began = time.monotonic()
     seen: set[str] = set()
-    alone: dict[str, Timed] = {}
-    rows: list[tuple[str, Kernel, list[float]]] = []
+    alone: dict[str, Callable[[], Any]] = {}
+    rows: list[dict[str, Any]] = []
     yardstick = Yardstick()
-    launch = Timed(_launch(), yardstick)
-    launch.measure()
+    launches = [float(in_turns([_launch()], yardstick)[0])]
     for k, steps in enumerate(models):
         until = began + seconds * (k + 1) / len(models)
-        mine: list[tuple[Timed, tuple[int, ...], set[int]]] = []
-        fresh: list[Timed] = []
-        misses = 0
-        while time.monotonic() < until - 0.15 * seconds / len(models) and misses < 300:
+        again: list[tuple[dict[str, Any], list[Callable[[], Any]], float]] = []
+        count = misses = 0
+        while time.monotonic() < until and misses < 300:
             found = sampled(steps, rng)
             text = "" if found is None else _text(steps, *found)
             if found is None or text in seen:
@@ -335,27 +325,28 @@ def measure(seconds: float, seed: int = 0) -> dict[str, Any]:
                 continue
             misses = 0
             seen.add(text)
-            for op in found[0]:
-                key = steps.ops[op].name + steps.ops[op].shapes
+            keys = [steps.ops[op].name + steps.ops[op].shapes for op in found[0]]
+            for op, key in zip(found[0], keys, strict=True):
                 if key not in alone:
-                    alone[key] = compiled(steps, [op], {op}, rng, yardstick)
-                    alone[key].measure()
-                    fresh.append(alone[key])
-            timed = compiled(steps, *found, rng, yardstick)
-            timed.measure()
-            mine.append((timed, *found))
-        for timed in [*fresh, *(m[0] for m in mine)]:  # the second round
-            timed.measure()
-        for timed, ops, exported in mine:
-            own = [alone[steps.ops[op].name + steps.ops[op].shapes].time_ns for op in ops]
-            rows.append((steps.model, kernel_of(steps, ops, exported, own), timed.rounds))
-        print(f"  {steps.model}: {len(mine)} kernels, {len(alone)} ops so far", file=sys.stderr, flush=True)
-    launch.measure()
+                    alone[key] = compiled(steps, [op], {op}, rng)
+            calls = [compiled(steps, *found, rng), *(alone[key] for key in dict.fromkeys(keys))]
+            whole, *parts = in_turns(calls, yardstick).tolist()
+            own = dict(zip(dict.fromkeys(keys), parts, strict=True))
+            kernel = kernel_of(steps, *found, [own[key] for key in keys])
+            rows.append({"model": steps.model, "rounds_ns": [whole], **_row(kernel)})
+            if count % _AGAIN == 0:
+                again.append((rows[-1], calls, whole / sum(parts)))
+            count += 1
+        for row, calls, ratio in again:
+            whole, *parts = in_turns(calls, yardstick).tolist()
+            row["rounds_ns"].append(row["rounds_ns"][0] * (whole / sum(parts)) / ratio)
+        launches.append(float(in_turns([_launch()], yardstick)[0]))
+        print(f"  {steps.model}: {count} kernels, {len(alone)} ops so far", file=sys.stderr, flush=True)
     return {
-        "launch_ns": launch.time_ns,
+        "launch_ns": float(np.median(launches)),
         "seconds": time.monotonic() - began,
         "ops": len(alone),
-        "samples": [{"model": m, "rounds_ns": rounds, **_row(kernel)} for m, kernel, rounds in rows],
+        "samples": rows,
     }
 
 
@@ -399,15 +390,21 @@ def load(path: Path = CACHE) -> tuple[list[Sample], dict[str, Any]]:
     for row in kept.pop("samples"):
         columns: Any = {key: np.array(row[f"op_{key}"], dtype=kinds.get(key, np.float64)) for key in _ARRAYS}
         kernel = Kernel(types=tuple(row["types"]), inputs=row["inputs"], read_bytes=row["read_bytes"], **columns)
-        out.append(Sample(kernel, row["model"], min(row["rounds_ns"])))
+        out.append(Sample(kernel, row["model"], row["rounds_ns"][0]))
         kept.setdefault("rounds_ns", []).append(row["rounds_ns"])
     return out, kept
 
 
+def timed_again(kept: dict[str, Any]) -> Floats:
+    """Of the kernels that were timed twice, how far the second time is off the first, relative to it."""
+    rounds = np.array([pair for pair in kept["rounds_ns"] if len(pair) > 1])
+    off: Floats = np.abs(rounds[:, 1] / rounds[:, 0] - 1)
+    return off
+
+
 def said(samples: Sequence[Sample], kept: dict[str, Any]) -> dict[str, Any]:
     """What is printed of a measurement."""
-    rounds = np.array(kept["rounds_ns"])
-    same = np.abs(rounds[:, 0] / rounds[:, 1] - 1) <= WITHIN
+    same = timed_again(kept) <= WITHIN
     models = sorted({s.model for s in samples})
     return {
         "kernels": len(samples), "ops": kept["ops"], "launch_ns": round(kept["launch_ns"]),

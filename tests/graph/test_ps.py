@@ -338,6 +338,16 @@ def test_what_was_replayed_and_captured_replays_again(graphs: list[Graph]) -> No
         assert len(again.out_op) == len(graph.out_op)
 
 
+def test_no_push_is_added_up_after_the_sum_was_pulled() -> None:
+    """The last acknowledgements of two workers came at one instant, long after their pushes: nothing followed them."""
+    where, free = layout(3, 1, orderly=True), SyncModel(0.0, 1.0)
+    costs = model(where, SyncModel(0.0, 2.0), copy=free, add=SyncModel(0.0, 2.0), lags={})
+    times = {"fwd_ns": 50 * US, "bwd_ns": [US] * 5, "skew_ns": 8 * US, "update_ns": 30 * US}
+    graph = ps_graph([1, 1, 1, 41_034, 123_028], 50_000, where, costs, **times)
+    [again] = assemble_steps(traces([graph], rest_ns=MS))
+    assert replay(again).makespan_ns == pytest.approx(replay(graph).makespan_ns + MS, abs=5 * US)
+
+
 def test_a_server_that_was_traced_tells_when_it_had_a_push() -> None:
     """And when it began to answer: what acknowledging takes is no link's, what it took to answer is its own."""
     where = layout()

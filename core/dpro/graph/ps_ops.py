@@ -260,13 +260,14 @@ class _Step:
         last = len(sums) + 1 == len(self.members[key])
         limit = min(other.pull[1] for _, other in self.members[key])
         took = round(self.sum_pace * max(0, part.nbytes))
-        if last:
-            first_byte = self._first_byte(key)
-            took = min(took if first_byte is None else max(0, first_byte - begin), max(0, limit - begin))
-        else:  # the thread was free when the next push came
+        first_byte = self._first_byte(key) if last else None
+        if first_byte is not None:
+            took = max(0, first_byte - begin)
+        elif not last:  # the thread was free when the next push came
             following = self.receipts[server]
             at = bisect_right(following, receipt)
             took = max(0, min(took, following[at] - begin)) if at < len(following) else took
+        took = min(took, max(0, limit - begin))
         gap = 0
         if begin > limit:  # another one's end was told too late
             thread, begin, took = None, receipt, 0
