@@ -221,7 +221,8 @@ def speed_table(result: dict[str, Any]) -> Table:
         f"{delta['edits']} edits of a bucket: {delta['median_ratio']:.0f} times as fast as a whole one in the median, "
         f"{delta['least_ratio']:.1f} at least ({delta['median_ratio_with_arrays']:.0f} and "
         f"{delta['least_ratio_with_arrays']:.1f} with the arrays that an edit costs that), "
-        f"{'all equal' if delta['equal'] else 'NOT EQUAL'}. On ranks: the search without accelerations, others helping"
+        f"{'all equal' if delta['equal'] else 'NOT EQUAL'}. On ranks: the search without accelerations, others "
+        f"helping: medians of seconds, and of the ratios of each round"
     )
     return Table("search-speed", _document({**result, "cuts": {}}, columns, list(jobs.values()), words))
 
