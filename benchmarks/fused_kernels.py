@@ -312,7 +312,8 @@ def measure(seconds: float, seed: int = 0) -> dict[str, Any]:
     alone: dict[str, Callable[[], Any]] = {}
     rows: list[dict[str, Any]] = []
     yardstick = Yardstick()
-    launches = [float(in_turns([_launch()], yardstick)[0])]
+    launch = _launch()
+    launches = [float(in_turns([launch], yardstick)[0])]
     for k, steps in enumerate(models):
         until = began + seconds * (k + 1) / len(models)
         again: list[tuple[dict[str, Any], list[Callable[[], Any]], float]] = []
@@ -329,9 +330,10 @@ def measure(seconds: float, seed: int = 0) -> dict[str, Any]:
             for op, key in zip(found[0], keys, strict=True):
                 if key not in alone:
                     alone[key] = compiled(steps, [op], {op}, rng)
-            calls = [compiled(steps, *found, rng), *(alone[key] for key in dict.fromkeys(keys))]
+            distinct = list(dict.fromkeys(keys))
+            calls = [compiled(steps, *found, rng), *(alone[key] for key in distinct)]
             whole, *parts = in_turns(calls, yardstick).tolist()
-            own = dict(zip(dict.fromkeys(keys), parts, strict=True))
+            own = dict(zip(distinct, parts, strict=True))
             kernel = kernel_of(steps, *found, [own[key] for key in keys])
             rows.append({"model": steps.model, "rounds_ns": [whole], **_row(kernel)})
             if count % _AGAIN == 0:
@@ -340,7 +342,7 @@ def measure(seconds: float, seed: int = 0) -> dict[str, Any]:
         for row, calls, ratio in again:
             whole, *parts = in_turns(calls, yardstick).tolist()
             row["rounds_ns"].append(row["rounds_ns"][0] * (whole / sum(parts)) / ratio)
-        launches.append(float(in_turns([_launch()], yardstick)[0]))
+        launches.append(float(in_turns([launch], yardstick)[0]))
         print(f"  {steps.model}: {count} kernels, {len(alone)} ops so far", file=sys.stderr, flush=True)
     return {
         "launch_ns": float(np.median(launches)),
@@ -397,7 +399,7 @@ def load(path: Path = CACHE) -> tuple[list[Sample], dict[str, Any]]:
 
 def timed_again(kept: dict[str, Any]) -> Floats:
     """Of the kernels that were timed twice, how far the second time is off the first, relative to it."""
-    rounds = np.array([pair for pair in kept["rounds_ns"] if len(pair) > 1])
+    rounds = np.array([pair for pair in kept["rounds_ns"] if len(pair) > 1]).reshape(-1, 2)
     off: Floats = np.abs(rounds[:, 1] / rounds[:, 0] - 1)
     return off
 

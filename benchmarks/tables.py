@@ -222,7 +222,7 @@ def speed_table(result: dict[str, Any]) -> Table:
         f"{delta['least_ratio']:.1f} at least ({delta['median_ratio_with_arrays']:.0f} and "
         f"{delta['least_ratio_with_arrays']:.1f} with the arrays that an edit costs that), "
         f"{'all equal' if delta['equal'] else 'NOT EQUAL'}. On ranks: the search without accelerations, others "
-        f"helping: medians of seconds, and of the ratios of each round"
+        "helping: medians of seconds, and of the ratios of each round"
     )
     return Table("search-speed", _document({**result, "cuts": {}}, columns, list(jobs.values()), words))
 

@@ -63,12 +63,9 @@ class Judge:
         self._ready_ns: dict[int, int] | None = None
         self._order = order = ready_order(graph)
         self._totals = running_totals([graph.tensors[t].nbytes for t in order], [graph.tensors[t].dtype for t in order])
-        bytes_of: dict[str, int] = {}
-        for t in order:
-            bytes_of[graph.tensors[t].dtype] = bytes_of.get(graph.tensors[t].dtype, 0) + graph.tensors[t].nbytes
-        main = max(bytes_of, key=bytes_of.__getitem__)
-        self.main = [t for t in order if graph.tensors[t].dtype == main]
-        self.cum_bytes = np.concatenate([[0], np.cumsum([graph.tensors[t].nbytes for t in self.main])])
+        places, until = max(self._totals, key=lambda dtype: dtype[1][-1])
+        self.main = [order[i] for i in places]
+        self.cum_bytes = np.array([0, *until], dtype=np.int64)
 
     def elsewhere(self) -> Judge:
         """A judge of the graph as it is edited now, with the same deadline, that remembers nothing of before."""
@@ -237,12 +234,13 @@ class Judge:
         # The first one of all is judged even without time, so that there is something to compare.
         while left and not (self._times and self.out_of_time()):
             size = self._team.size() if self._team is not None else 1
-            turn = size * self._at_once if size > 1 else 1
+            turn = size * self._at_once if self._team is not None else 1
             now, left = left[:turn], left[turn:]
             began = time.monotonic()
             steps_ns = self._ask(now)
-            each_s = max(time.monotonic() - began, 1e-6) * size / len(now)
-            self._at_once = min(max(int(_QUESTION_S / each_s), _LEAST_AT_ONCE), _MOST_AT_ONCE)
+            if size > 1:
+                each_s = max(time.monotonic() - began, 1e-6) * size / len(now)
+                self._at_once = min(max(int(_QUESTION_S / each_s), _LEAST_AT_ONCE), _MOST_AT_ONCE)
             self._times.update(zip((buckets[caps] for caps in now), steps_ns, strict=True))
         told = [caps for caps in asked if buckets[caps] in self._times]
         for caps in told:

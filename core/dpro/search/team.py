@@ -101,9 +101,10 @@ class Team:
             left_s = max(0.0, deadline - time.monotonic())
             try:
                 seconds, *answer = json.loads(self._exchange.wait(f"{self._key}/{number}/{helper}", left_s))
-                told |= dict(zip(share, map(int, answer), strict=True))
-                self.evaluations += len(share)
+                steps = dict(zip(share, map(int, answer), strict=True))
                 self._learn(helper, float(seconds) / len(share), took_s / len(mine))
+                told |= steps
+                self.evaluations += len(share)
             except (TimeoutError, RankLeft, ValueError, TypeError):
                 self._helpers.remove(helper)
                 self._ready.remove(helper)
