@@ -202,6 +202,8 @@ class _Step:
                 links.setdefault(there, []).append((part.out[1], part.push[1]))
                 links.setdefault(back, []).append((max(part.pull[0], self.lasts[part.key]), part.pull[1]))
         self.receipts = {server: sorted(times) for server, times in receipts.items()}
+        self.limits = {key: min(part.pull[1] for _, part in mine) for key, mine in self.members.items()}
+        self.deadlines = self._deadlines()
         #: by link, what could go: since when, and when all of what could go until then was over
         self.busy: dict[str, tuple[list[int], list[int]]] = {}
         for link, spans in links.items():
@@ -258,7 +260,7 @@ class _Step:
         begin = max(receipt, self._queue(engine(server)).free)
         sums = self.sums.setdefault(key, [])
         last = len(sums) + 1 == len(self.members[key])
-        limit = min(other.pull[1] for _, other in self.members[key])
+        limit, deadline = self.limits[key], self.deadlines[server].pop()
         took = round(self.sum_pace * max(0, part.nbytes))
         first_byte = self._first_byte(key) if last else None
         if first_byte is not None:
@@ -267,7 +269,7 @@ class _Step:
             following = self.receipts[server]
             at = bisect_right(following, receipt)
             took = max(0, min(took, following[at] - begin)) if at < len(following) else took
-        took = min(took, max(0, limit - begin))
+        took = max(0, min(took, limit - begin, deadline - begin))
         gap = 0
         if begin > limit:  # another one's end was told too late
             thread, begin, took = None, receipt, 0
@@ -383,6 +385,19 @@ class _Step:
             elif asked < last and back in self.paces and part.nbytes > 0:
                 found.append(part.pull[1] - round(self._most(back, part)))
         return min(found, default=None)
+
+    def _deadlines(self) -> dict[int, list[int]]:
+        """By server, last push first: when it and those that come after it were added up at the latest.
+
+        What was pulled before its push was known to be there says nothing of the others.
+        """
+        out: dict[int, list[int]] = {}
+        pushes = [(part.push[1], worker, part.key) for worker, mine in enumerate(self.parts) for part in mine]
+        for receipt, _, key in sorted(pushes, reverse=True):
+            found = out.setdefault(self.layout.server(*key), [])
+            latest = found[-1] if found else -_NEVER
+            found.append(min(latest, self.limits[key]) if receipt <= self.limits[key] else latest)
+        return out
 
     def _sum_pace(self) -> float:
         """ns per byte for a server to add a push, where pulls show it; 0 where none does."""
