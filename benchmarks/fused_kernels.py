@@ -2,22 +2,25 @@
 
 The training steps of :mod:`benchmarks.fused_models` are taken apart into XLA's ops (jaxpr equations). As in DisCo (TPDS
 2022, section 5.2) a sample is an op, fused with a predecessor again and again; XLA compiles just these ops, for one
-core without its thread pool. A kernel and each of its ops alone take turns, so that what a machine does to one it does
-to the others (:func:`in_turns`); a time is the core's own, the least of several. Some are timed once more after the
-model's last: how far a kernel differs then, relative to its ops, is what no estimator can know. No sample is measured
-of two models.
+core without its thread pool, and without the library (YNNPACK) that TensorFlow 2.15's XLA does not have. All kernels
+and all their ops are called in rounds, each for a window of half a millisecond, so that those of one are spread over
+minutes; its time is the core's own, one that few windows were shorter than (:meth:`Timed.ns`). How far a kernel is off
+in every other round from what it is in the rest, relative to its ops, is what no estimator can know. No sample is
+measured of two models.
 
-``python -m benchmarks.fused_kernels --json [--seconds 600]`` prints ``{kernels, ops, launch_ns, rounds_within_14pct,
-models, seconds}`` and keeps the samples in the user's cache folder (:data:`CACHE`), for ``benchmarks.disco``.
+``python -m benchmarks.fused_kernels --json [--seconds 600]`` prints ``{kernels, ops, rounds, launch_ns,
+rounds_within_14pct, models, seconds}`` and keeps the samples in the user's cache folder, for ``benchmarks.disco``.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,16 +33,20 @@ from dpro.cost.fused import WITHIN, Floats, Kernel, Sample
 CACHE = Path.home() / ".cache" / "dpro" / "fused_kernels.json"
 #: One thread, and memory that is not given back between runs: a page taken anew costs more than what is written to it.
 ENV = {
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-    "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_ARENA_MAX": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_cpu_experimental_ynn_fusion_type= "
+                 "intra_op_parallelism_threads=1",
+    "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_ARENA_MAX": "1",
 }  # fmt: skip
 MOST_OPS = 24
-_TURNS, _MOST_TURNS, _RUN_S = 10, 20, 0.0003
-#: One in so many is timed again.
-_AGAIN = 6
-#: The yardstick may take this many times its usual time.
-_QUIET = 1.07
+#: Of a model: what is compiled takes some 8 of the 65,530 mappings that Linux allows a process.
+_MOST_KERNELS = 250
+#: Of the time, for compiling; the rest is for rounds, in which each is called for a window.
+_COMPILING = 0.8
+_LEAST_ROUNDS, _WINDOW_NS = 6, 5e5
+#: Of a thing's windows, the share that may have been shorter than its time.
+_QUIET = 0.2
+_ODD, _EVEN = slice(0, None, 2), slice(1, None, 2)
 #: Never in a sample: not ops of a fused kernel in any compiler.
 _NEVER = ("conv_general", "reduce_window", "select_and_scatter", "custom_", "while", "scan", "pjit")
 
@@ -185,31 +192,6 @@ def _leads_back(steps: Steps, op: int, inside: set[int]) -> bool:
     return False
 
 
-class Yardstick:
-    """A kernel whose time is known, to tell whether the core is its usual self.
-
-    A neighbour on its sibling thread, or on the host, makes everything half as long again, for seconds.
-    """
-
-    def __init__(self) -> None:
-        import jax
-        import jax.numpy as jnp
-
-        function = jax.jit(lambda x: jnp.tanh(x) * 2)
-        array = jnp.ones((150, 200))
-        self._call = lambda: jax.block_until_ready(function(array))
-        self.usual_ns = float(np.quantile([self._once() for _ in range(400)], 0.1))
-
-    def _once(self) -> float:
-        return _cpu_ns(self._call, 4)
-
-    def slower(self) -> float:
-        """How many times its usual time it takes now."""
-        taken = self._once()
-        self.usual_ns = min(self.usual_ns, max(taken, 0.95 * self.usual_ns))
-        return taken / self.usual_ns
-
-
 def _cpu_ns(call: Callable[[], Any], times: int) -> float:
     """Of the thread, so that whoever takes the core in between is not counted; all runs on it."""
     began = time.thread_time_ns()
@@ -218,29 +200,43 @@ def _cpu_ns(call: Callable[[], Any], times: int) -> float:
     return (time.thread_time_ns() - began) / times
 
 
-def in_turns(calls: Sequence[Callable[[], Any]], yardstick: Yardstick) -> Floats:
-    """[calls] the least time of each, ns; of turns in which the yardstick took its usual time before and after."""
-    times = [max(1, min(60, int(_RUN_S * 1e9 / max(_cpu_ns(call, 2), 1)))) for call in calls]
-    quiet: list[list[float]] = []
-    rest: list[list[float]] = []
-    before = yardstick.slower()
-    for _ in range(_MOST_TURNS):
-        taken = [_cpu_ns(call, n) for call, n in zip(calls, times, strict=True)]
-        after = yardstick.slower()
-        slower = max(before, after, 1.0)
-        if slower < _QUIET:
-            quiet.append(taken)
-        else:
-            rest.append([one / slower for one in taken])
-        before = after
-        if len(quiet) == _TURNS:
-            break
-    least: Floats = np.array(quiet).min(axis=0) if quiet else np.median(rest, axis=0)
-    return least
+@dataclass
+class Timed:
+    """Something that is called again and again; ``taken``: ns a call, by window."""
+
+    call: Callable[[], Any]
+    taken: list[float] = field(default_factory=list)
+
+    def window(self) -> None:
+        self.call()  # what it reads is in the cache, as when it is called often
+        first = _cpu_ns(self.call, 1)
+        self.taken.append(_cpu_ns(self.call, max(1, min(40, int(_WINDOW_NS / max(first, 1.0))))))
+
+    def ns(self, part: slice = slice(None)) -> float:
+        """Of the windows, one that few were shorter than: a neighbour makes calls longer, never shorter."""
+        return float(np.quantile(self.taken[part], _QUIET))
 
 
-def compiled(steps: Steps, ops: Sequence[int], exported: set[int], rng: np.random.Generator) -> Callable[[], Any]:
-    """XLA's kernel of ``ops``, on arrays of random numbers."""
+class Arrays:
+    """Random numbers; the same arrays for all that read a shape, in the order in which they read it."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._made: dict[tuple[Any, int], Any] = {}
+
+    def of(self, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
+        out, count = [], Counter[Any]()
+        for shape, dtype in shapes:
+            key = (shape, dtype.str), count[shape, dtype.str]
+            if key not in self._made:
+                self._made[key] = _random(shape, dtype, self._rng)
+            out.append(self._made[key])
+            count[shape, dtype.str] += 1
+        return out
+
+
+def compiled(steps: Steps, ops: Sequence[int], exported: set[int], arrays: Arrays) -> Timed:
+    """XLA's kernel of ``ops``."""
     import jax
 
     made = {v for op in ops for v in steps.ops[op].writes}
@@ -256,14 +252,14 @@ def compiled(steps: Steps, ops: Sequence[int], exported: set[int], rng: np.rando
             env |= dict(zip(op.writes, out if isinstance(out, (list, tuple)) else [out], strict=True))
         return [env[v] for v in outputs]
 
-    arrays = [_random(*steps.shapes[v], rng) for v in inputs]
+    given = arrays.of([steps.shapes[v] for v in inputs])
     function = jax.jit(run)
 
     def call() -> Any:
-        return jax.block_until_ready(function(*arrays))
+        return jax.block_until_ready(function(*given))
 
     call()
-    return call
+    return Timed(call)
 
 
 def _random(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> Any:
@@ -299,57 +295,54 @@ def kernel_of(steps: Steps, ops: Sequence[int], exported: set[int], alone_ns: Se
 
 
 def measure(seconds: float, seed: int = 0) -> dict[str, Any]:
-    """Samples of all models, the time shared out evenly between them; see the module text."""
+    """Samples of all models, of each as many as are compiled in the same time; see the module text."""
     import jax
 
     from benchmarks.fused_models import FOLDS
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    models = [taken_apart(name, make) for fold in FOLDS for name, make in fold.items()]
     rng = np.random.default_rng(seed)
+    arrays = Arrays(rng)
+    models = [taken_apart(name, make) for fold in FOLDS for name, make in fold.items()]
     began = time.monotonic()
     seen: set[str] = set()
-    alone: dict[str, Callable[[], Any]] = {}
-    rows: list[dict[str, Any]] = []
-    yardstick = Yardstick()
-    launch = _launch()
-    launches = [float(in_turns([launch], yardstick)[0])]
+    alone: dict[str, Timed] = {}
+    found: list[tuple[Steps, tuple[int, ...], set[int], list[str], Timed]] = []
     for k, steps in enumerate(models):
-        until = began + seconds * (k + 1) / len(models)
-        again: list[tuple[dict[str, Any], list[Callable[[], Any]], float]] = []
+        until = began + _COMPILING * seconds * (k + 1) / len(models)
         count = misses = 0
-        while time.monotonic() < until and misses < 300:
-            found = sampled(steps, rng)
-            text = "" if found is None else _text(steps, *found)
-            if found is None or text in seen:
+        while time.monotonic() < until and misses < 300 and count < _MOST_KERNELS:
+            picked = sampled(steps, rng)
+            text = "" if picked is None else _text(steps, *picked)
+            if picked is None or text in seen:
                 misses += 1
                 continue
             misses = 0
             seen.add(text)
-            keys = [steps.ops[op].name + steps.ops[op].shapes for op in found[0]]
-            for op, key in zip(found[0], keys, strict=True):
+            keys = [steps.ops[op].name + steps.ops[op].shapes for op in picked[0]]
+            for op, key in zip(picked[0], keys, strict=True):
                 if key not in alone:
-                    alone[key] = compiled(steps, [op], {op}, rng)
-            distinct = list(dict.fromkeys(keys))
-            calls = [compiled(steps, *found, rng), *(alone[key] for key in distinct)]
-            whole, *parts = in_turns(calls, yardstick).tolist()
-            own = dict(zip(distinct, parts, strict=True))
-            kernel = kernel_of(steps, *found, [own[key] for key in keys])
-            rows.append({"model": steps.model, "rounds_ns": [whole], **_row(kernel)})
-            if count % _AGAIN == 0:
-                again.append((rows[-1], calls, whole / sum(parts)))
+                    alone[key] = compiled(steps, [op], {op}, arrays)
+            found.append((steps, *picked, keys, compiled(steps, *picked, arrays)))
             count += 1
-        for row, calls, ratio in again:
-            whole, *parts = in_turns(calls, yardstick).tolist()
-            row["rounds_ns"].append(row["rounds_ns"][0] * (whole / sum(parts)) / ratio)
-        launches.append(float(in_turns([launch], yardstick)[0]))
         print(f"  {steps.model}: {count} kernels, {len(alone)} ops so far", file=sys.stderr, flush=True)
+    gc.freeze()  # so many objects of the compiler's: looking through them would fall into windows
+    launch = Timed(_launch())
+    timed = [launch, *alone.values(), *(whole for *_, whole in found)]
+    rounds = 0
+    while rounds < _LEAST_ROUNDS or time.monotonic() < began + seconds:
+        for one in timed:
+            one.window()
+        rounds += 1
+    rows = []
+    for steps, ops, exported, keys, whole in found:
+        kernel = kernel_of(steps, ops, exported, [alone[key].ns() for key in keys])
+        odd, even = (whole.ns(half) / sum(alone[key].ns(half) for key in keys) for half in (_ODD, _EVEN))
+        rows.append({"model": steps.model, "took_ns": whole.ns(), "again": even / odd, **_row(kernel)})
     return {
-        "launch_ns": float(np.median(launches)),
-        "seconds": time.monotonic() - began,
-        "ops": len(alone),
+        "launch_ns": launch.ns(), "seconds": time.monotonic() - began, "rounds": rounds, "ops": len(alone),
         "samples": rows,
-    }
+    }  # fmt: skip
 
 
 def _launch() -> Callable[[], Any]:
@@ -392,15 +385,14 @@ def load(path: Path = CACHE) -> tuple[list[Sample], dict[str, Any]]:
     for row in kept.pop("samples"):
         columns: Any = {key: np.array(row[f"op_{key}"], dtype=kinds.get(key, np.float64)) for key in _ARRAYS}
         kernel = Kernel(types=tuple(row["types"]), inputs=row["inputs"], read_bytes=row["read_bytes"], **columns)
-        out.append(Sample(kernel, row["model"], row["rounds_ns"][0]))
-        kept.setdefault("rounds_ns", []).append(row["rounds_ns"])
+        out.append(Sample(kernel, row["model"], row["took_ns"]))
+        kept.setdefault("again", []).append(row["again"])
     return out, kept
 
 
 def timed_again(kept: dict[str, Any]) -> Floats:
-    """Of the kernels that were timed twice, how far the second time is off the first, relative to it."""
-    rounds = np.array([pair for pair in kept["rounds_ns"] if len(pair) > 1]).reshape(-1, 2)
-    off: Floats = np.abs(rounds[:, 1] / rounds[:, 0] - 1)
+    """How far each kernel, relative to its ops, is off in every other round from what it is in the rest."""
+    off: Floats = np.abs(np.array(kept["again"]) - 1)
     return off
 
 
@@ -409,7 +401,7 @@ def said(samples: Sequence[Sample], kept: dict[str, Any]) -> dict[str, Any]:
     same = timed_again(kept) <= WITHIN
     models = sorted({s.model for s in samples})
     return {
-        "kernels": len(samples), "ops": kept["ops"], "launch_ns": round(kept["launch_ns"]),
+        "kernels": len(samples), "ops": kept["ops"], "rounds": kept["rounds"], "launch_ns": round(kept["launch_ns"]),
         "rounds_within_14pct": round(float(same.mean()), 4),
         "models": {m: sum(s.model == m for s in samples) for m in models}, "seconds": round(kept["seconds"], 1),
     }  # fmt: skip

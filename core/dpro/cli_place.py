@@ -15,10 +15,12 @@ from dpro.cli_output import console, print_json, print_warnings
 from dpro.errors import DproError
 from dpro.graph.cluster import Cluster, load
 from dpro.graph.graph import Graph
-from dpro.graph.model_of import model_of
-from dpro.search.strategies import HETEROG, STRATEGIES, Answer, ask
+from dpro.graph.model_of import model_of, parameters_of
+from dpro.search.strategies import DISCO, HETEROG, STRATEGIES, Answer, ask
 from dpro.trace.model_graph import ModelGraph, Role, read
 
+#: Times a model's batch.
+MOST_BATCH = 1e6
 #: Placements that the table shows; the JSON has all.
 _SHOWN = 12
 
@@ -34,8 +36,10 @@ def place(
     path: Path, cluster: Path, strategy: str, batch: float, seed: int, seconds: float, perfetto: Path | None, json: bool
 ) -> None:
     """``dpro place``."""
-    if not batch > 0 or not seconds > 0:
-        raise typer.BadParameter("--batch and --seconds are above 0")
+    if not 0 < batch <= MOST_BATCH or not seconds > 0 or seed < 0:
+        raise typer.BadParameter(
+            f"--batch is above 0 and at most {MOST_BATCH:g}, --seconds above 0, --seed not below 0"
+        )
     if perfetto is not None:
         from dpro.report import files
 
@@ -65,19 +69,22 @@ def optimize(
     if cluster is None:
         raise typer.BadParameter(f"{strategy} places on devices: say which", param_hint="--cluster")
     devices = load(cluster)
-    graph = None if _is_graph(path) else capture()
-    model = read(path) if graph is None else model_of(graph, path.resolve().name)
-    # a running job has one copy of its model in a process, which a plan can spread over devices
-    found = ask(strategy, model, devices, replicas=1)
-    baseline_ms = found.best_baseline_ms or found.makespan_ms
-    fields = settings_of(found, model, graph) if strategy != HETEROG else {}
-    plan = Plan(predicted_ms=found.makespan_ms, baseline_ms=baseline_ms, **fields)
-    if output is not None and not fields:
-        raise DproError(f"{path}: what {strategy} found is nothing that a job can be set to")
     if output is not None:
         from dpro.report import files
 
         files.claim(output, path)
+    graph = None if _is_graph(path) else capture()
+    model = read(path) if graph is None else model_of(graph, path.resolve().name)
+    if output is not None and (strategy == HETEROG or (strategy == DISCO and graph is None)):
+        raise DproError(f"{path}: what {strategy} finds is nothing that a job can be set to")
+    # a running job has one copy of its model in a process, whose layers a plan can spread over devices
+    found = ask(strategy, model, devices, by_layer=True)
+    if output is not None and not found.fits:
+        raise DproError(f"{path}: nothing that was tried fits the memory of {cluster.name}'s devices")
+    baseline_ms = found.best_baseline_ms or found.makespan_ms
+    fields = settings_of(found, model, graph) if strategy != HETEROG else {}
+    plan = Plan(predicted_ms=found.makespan_ms, baseline_ms=baseline_ms, **fields)
+    if output is not None:
         with files.naming(output):
             plan.save(output)
     if json:
@@ -102,7 +109,7 @@ def settings_of(found: Answer, model: ModelGraph, graph: Graph | None) -> dict[s
         return {"placement": place, "order": [name for name in found.order if name in place]}
     if graph is None:
         return {}
-    of_unit = {name: [t.name for t in graph.tensors if t.name.startswith(f"{name}.")] for name in forward}
+    of_unit = {name: [t.name for t in parameters_of(graph, name)] for name in forward}
     owner = {f"{name}/backward/all-reduce": name for name in forward}
     groups = [[t for one in some if one in owner for t in of_unit[owner[one]]] for some in found.fusions["reduces"]]
     compiled = [name for some in found.fusions["ops"] for name in some if name in of_unit]

@@ -68,6 +68,51 @@ def test_a_plan_of_a_graph(files: tuple[Path, Path], tmp_path: Path) -> None:
     assert plan.placement and plan.placement["node2"] != plan.placement["node3"] and set(plan.order or ()) >= {"node2"}
 
 
+def test_a_plan_promises_only_what_a_plan_can_say(tmp_path: Path) -> None:
+    """Three layers in a row: cutting them would halve the step, but a plan has a device for each layer and no more."""
+    graph, cluster, out = tmp_path / "row.graph.txt", tmp_path / "two.yaml", tmp_path / "plan.json"
+    layers = [(f"node{k}", "Conv2d(1, 2)", 40.0, 60.0, 400.0) for k in range(3)]
+    graph.write_text("".join(_LINE.format(*layer) for layer in layers) + "\tnode0 -- node1\n\tnode1 -- node2\n")
+    cluster.write_text(CLUSTER)
+    assert ask("place", graph, "--cluster", cluster)["makespan_ms"] < 200
+    found = ask("optimize", graph, "--strategy", "fastt", "--cluster", cluster, "-o", out)
+    assert found["predicted_ms"] == found["baseline_ms"] == pytest.approx(300, abs=0.1)
+    assert set(Plan.load(out).placement or ()) == {"node0", "node1", "node2"}
+
+
+def test_backward_ops_stay_with_their_layers(files: tuple[Path, Path]) -> None:
+    model, devices = cli_place.read(files[0]), cli_place.load(files[1])
+    placed = cli_place.ask("fastt", model, devices, by_layer=True).placement
+    assert {placed[name] for name in ("node2", "node3")} == {"a-0", "a-1"}
+    assert all(placed[name] == placed[f"{name}/backward"] for name in ("node2", "node3"))
+
+
+def test_disco_waits_for_the_slowest_device(files: tuple[Path, Path]) -> None:
+    graph, cluster = files
+    all_alike = ask("place", graph, "--cluster", cluster, "--strategy", "disco", "--seconds", 1)
+    cluster.write_text(
+        CLUSTER.replace("count: 2", "count: 1").replace("}]", "}, {type: b}]") + "types: {b: {default: .1}}"
+    )
+    slow = ask("place", graph, "--cluster", cluster, "--strategy", "disco", "--seconds", 1)
+    assert slow["makespan_ms"] == pytest.approx(10 * all_alike["makespan_ms"], rel=0.01)
+
+
+def test_a_step_of_no_time(files: tuple[Path, Path]) -> None:
+    """HeteroG's rewards and proportions are ratios of times."""
+    graph, cluster = files
+    graph.write_text(_LINE.format("node1", "Input", 0.0, 0.0, 0.0))
+    assert ask("place", graph, "--cluster", cluster, "--strategy", "heterog", "--seconds", 1)["makespan_ms"] < 0.1
+
+
+def test_a_plan_for_too_little_memory_is_not_written(files: tuple[Path, Path], tmp_path: Path) -> None:
+    graph, cluster = files
+    cluster.write_text(CLUSTER.replace("memory_gb: 1", "memory_gb: 0.0000001"))
+    out = tmp_path / "plan.json"
+    result = shell("optimize", graph, "--strategy", "fastt", "--cluster", cluster, "-o", out)
+    assert result.returncode == 2 and "fits the memory of two.yaml's devices" in one_line(result.stderr)
+    assert not out.exists()
+
+
 def test_a_plan_of_a_captured_model() -> None:
     """What DisCo fuses of units becomes groups of their gradients, and submodules to compile."""
     graph = chain_graph(chain_profile([100, 200], [10, 20]), [3, 4], [5, 6])
@@ -91,6 +136,8 @@ def test_a_plan_of_a_captured_model() -> None:
         (["place", "{cluster}", "--cluster", "{cluster}"], "two.yaml: neither a layer profile"),
         (["place", "{missing}", "--cluster", "{cluster}"], "missing: No such file"),
         (["place", "{graph}", "--cluster", "{cluster}", "--batch", "0"], "above 0"),
+        (["place", "{graph}", "--cluster", "{cluster}", "--batch", "inf"], "at most 1e+06"),
+        (["place", "{graph}", "--cluster", "{cluster}", "--strategy", "disco", "--seed", "-1"], "not below 0"),
         (["optimize", "{graph}", "--strategy", "fastt"], "say which"),
         (
             ["optimize", "{graph}", "--strategy", "heterog", "--cluster", "{cluster}", "-o", "p.json"],

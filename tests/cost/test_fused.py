@@ -186,6 +186,9 @@ def test_what_is_used_when_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(few, SavedTraffic) and few.saved == SAVED
     # the models are m0, m1, m2; the first is held out, and the rule is known exactly
     assert few.trust is not None and (few.trust.within, few.trust.count) == (1, 7)
+    # trees of 60 kernels; three fourths of them are too few for trees, and another kind's errors say nothing
+    some = estimator(samples(60, 0), LAUNCH_NS)
+    assert isinstance(some, Trees) and some.trust is None
     monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
     assert isinstance(estimator(samples(70, 0), LAUNCH_NS), SavedTraffic)
     assert Trees.name == DEFAULT

@@ -35,6 +35,13 @@ def test_units_in_a_row() -> None:
     assert "2 units" in model.said[0]
 
 
+def test_parameters_of_keras_are_a_units_too() -> None:
+    graph = chain_graph(chain_profile([100, 200], [10, 20]), [3, 4], [5, 6])
+    graph.tensors = [TensorInfo("net.0/kernel", 300), TensorInfo("net.0/bias", 100), TensorInfo("net.01/kernel", 7)]
+    model = model_of(graph, "net")
+    assert [op.kept_bytes for op in model.ops if op.role is Role.VARIABLE] == [400]
+
+
 def test_a_capture_that_does_not_tell() -> None:
     with pytest.raises(DproError, match="memory_bytes"):
         model_of(Graph(), "net")

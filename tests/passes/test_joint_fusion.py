@@ -6,7 +6,7 @@ import networkx as nx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpro.cost.fused import SumOfOps
+from dpro.cost.fused import SavedTraffic, SumOfOps
 from dpro.graph.cluster import Line
 from dpro.graph.graph import OpKind
 from dpro.passes.joint_fusion import Fusion, JointFusion
@@ -101,6 +101,22 @@ def test_what_only_a_copy_is_read_of_is_computed_once() -> None:
     assert groups(fusion, state) == {0, 2}
     assert state.own(0) == (0, 1) and state.copies == {2: frozenset({0})}
     assert makespan(fusion, state) == (20 + 10) // 2 + (20 + 60) // 2
+
+
+def test_a_kernel_whose_copy_reader_went_is_priced_again() -> None:
+    """op -> u -> v -> {w, x}, w -> x: what op and u make is read by a copy of v alone, until that goes."""
+    step = step_of([50_000] * 5, [[], [0], [1], [2], [2, 3]])
+    fusion = JointFusion(step, SavedTraffic(10_000, 0.5), LINE)
+    state = fusion.start()
+    op, u, v, w, x = range(5)
+    assert fusion.duplicate(state, v, x) and fusion.duplicate(state, u, v) and fusion.join(state, op, u)
+    fusion.lower(state)  # all have a price
+    assert fusion.duplicate(state, w, x)
+    fusion.lower(state)
+    priced = state.time_ns.copy()
+    state.stale.update(groups(fusion, state))
+    fusion.lower(state)
+    assert priced.tolist() == state.time_ns.tolist()
 
 
 def test_a_fused_all_reduce_waits_for_all_its_gradients() -> None:

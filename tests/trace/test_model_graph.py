@@ -103,6 +103,17 @@ def test_operators_have_roles_by_what_they_are(tmp_path: Path) -> None:
     assert model.said == []
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("Block/MatMul13", "MatMul"), ("Conv2d_7", "Conv2d"), ("Conv12", "Conv"), ("Conv2d12", "Conv2d")],
+)
+def test_the_number_of_an_operator_is_no_part_of_its_type(tmp_path: Path, name: str, kind: str) -> None:
+    raw = operators()
+    raw["nodes"][1]["name"] = name
+    model = read(written(tmp_path, json.dumps(raw), "ops.json"))
+    assert {op.name: op.type for op in model.ops}[name] == kind
+
+
 def test_a_backward_pass_that_nothing_leads_to_is_joined_and_said(tmp_path: Path) -> None:
     raw = operators()
     raw["edges"].pop(1)

@@ -7,6 +7,7 @@ making one.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,17 @@ from dpro.errors import DproError
 
 #: Types with features of their own: so many, the most frequent.
 _TYPES = 28
+#: Kinds of types, each known by its first match; the last is all others. What an op of a kind takes alone for each byte
+#: tells how its shapes suit the machine (a sum over rows or over columns, a transposition of long or of short rows).
+_KINDS = tuple(
+    re.compile(pattern, re.I)
+    for pattern in (
+        "^(reduce|arg|cum|sum|mean)", "dot_|matmul|gemm|linear", "broadcast|expand", "transpose|permute",
+        "reshape|view", "concat|split|slice|pad|rev|stack", "exp|log|tanh|sqrt|sin|cos|erf|div", "",
+    )
+)  # fmt: skip
+#: Bytes below which an op's time says nothing of them.
+_LARGE = 20e3
 #: Trees are averaged over so many random halves of samples and features: a forest of forests, less noise.
 _MODELS = 3
 
@@ -68,8 +80,9 @@ class Trees:
 
 
 def features(kernel: Kernel, base: SumOfOps, types: Sequence[str]) -> Floats:
-    """[19 + 3 · types]: sizes and times in logarithms; of each type its ops, its share of the ops' time, and the share
-    of what it would save if nothing that stays inside cost anything.
+    """[37 + 3 · types]: sizes and times in logarithms; of each kind (:data:`_KINDS`) the most ns for a byte and the
+    longest op's share; of each type its ops, its share of the ops' time, and the share of what it would save if nothing
+    that stays inside cost anything.
     """
     work = np.maximum(kernel.time_ns - base.launch_ns, 0.0)
     whole = max(float(work.sum()), 1.0)
@@ -94,9 +107,22 @@ def features(kernel: Kernel, base: SumOfOps, types: Sequence[str]) -> Floats:
         np.log1p(kernel.edge_bytes.sum()) - np.log1p(moved), np.log((moved + 1.0) / whole),
         len(kernel), kernel.inputs, kernel.outputs, depth,
         len(inside_of), again / whole, np.log1p(looped_bytes), np.log((looped_bytes + 1.0) / whole),
+        float(work[kernel.in_bytes + kernel.out_bytes < _LARGE].sum()) / whole,
+        int((kernel.out_bytes[kernel.exported] > _LARGE).sum()),
     ]  # fmt: skip
-    row: Floats = np.concatenate([np.array(whole_row, dtype=np.float64), by_type.ravel()])
+    by_kind = _by_kind(kernel, work / whole)
+    row: Floats = np.concatenate([np.array(whole_row, dtype=np.float64), *by_kind, by_type.ravel()])
     return row
+
+
+def _by_kind(kernel: Kernel, share: Floats) -> tuple[Floats, Floats]:
+    """[kinds] and [kinds]; ``share`` [n]: of the ops' time."""
+    kind = [next(i for i, pattern in enumerate(_KINDS) if pattern.search(name)) for name in kernel.types]
+    moved = kernel.in_bytes + kernel.out_bytes
+    pace, longest = np.zeros(len(_KINDS)), np.zeros(len(_KINDS))
+    np.maximum.at(pace, kind, np.where(moved > _LARGE, kernel.time_ns / (moved + 1.0), 0.0))
+    np.maximum.at(longest, kind, share)
+    return pace, longest
 
 
 def _moved(kernel: Kernel, root: int, ops: list[int]) -> float:

@@ -186,7 +186,7 @@ def load(path: Path) -> Cluster:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(path, getattr(error, "strerror", None) or "not text") from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that there is not
         mark = getattr(error, "problem_mark", None)
         raise TraceError(path, f"not YAML{f' (line {mark.line + 1})' if mark else ''}") from error
     try:
@@ -203,10 +203,11 @@ def _cluster(raw: Any) -> Cluster:
     top = _mapping(raw, "the file", {"devices", "types", "links", "machines", "pairs", "shared"})
     devices = _devices(top.get("devices"))
     links = _mapping(top.get("links"), "links", {"within", "between"})
+    links = {key: line for key, line in links.items() if line is not None}
     if not links:
         raise _Bad("links: there must be 'within' or 'between'")
-    within = _line(links.get("within") or links["between"], "links.within")
-    between = _line(links["between"], "links.between") if links.get("between") else within
+    within = _line(links.get("within", links.get("between")), "links.within")
+    between = _line(links["between"], "links.between") if "between" in links else within
     speeds = {
         str(kind): {
             str(op): _number(value, f"types.{kind}.{op}", 1e-6, 1e6)
@@ -217,12 +218,18 @@ def _cluster(raw: Any) -> Cluster:
     machines = {str(m): _line(v, f"machines.{m}") for m, v in _mapping(top.get("machines"), "machines", None).items()}
     number = {device.name: i for i, device in enumerate(devices)}
     pairs = {}
-    for i, pair in enumerate(top.get("pairs") or []):
+    listed = top.get("pairs") or []
+    if not isinstance(listed, list):
+        raise _Bad("pairs: a list")
+    for i, pair in enumerate(listed):
         fields = _mapping(pair, f"pairs[{i}]", {"from", "to", "gb_per_s", "latency_us"})
         ends = [number.get(str(fields.get(key))) for key in ("from", "to")]
         if ends[0] is None or ends[1] is None:
             raise _Bad(f"pairs[{i}]: 'from' and 'to' name devices")
         pairs[ends[0], ends[1]] = _line({k: fields[k] for k in fields if k not in ("from", "to")}, f"pairs[{i}]")
+    for machine in machines:
+        if all(device.machine != machine for device in devices):
+            raise _Bad(f"machines.{machine[:40]}: no device is there")
     shared = top.get("shared", False)
     if type(shared) is not bool:
         raise _Bad("shared: true or false")
@@ -240,6 +247,8 @@ def _devices(raw: Any) -> list[Device]:
         if type(count) is not int or not 1 <= count <= MAX_DEVICES - len(out):
             raise _Bad(f"{what}.count: 1 to {MAX_DEVICES} devices in all")
         kind, machine = str(fields.get("type", "gpu")), str(fields.get("machine", "host"))
+        if count > 1 and "name" in fields:
+            raise _Bad(f"{what}: one name for {count} devices")
         memory = round(_number(fields.get("memory_gb", 0), f"{what}.memory_gb", 0, 1e6) * 1e9)
         for _ in range(count):
             name = str(fields["name"]) if count == 1 and "name" in fields else f"{kind.lower()}-{len(out)}"

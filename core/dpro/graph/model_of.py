@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from dpro.errors import DproError
-from dpro.graph.graph import Graph, OpKind
+from dpro.graph.graph import Graph, OpKind, TensorInfo
 from dpro.graph.memory import RankMemory
 from dpro.trace.memory import MEMORY
 from dpro.trace.model_graph import ModelGraph, ModelOp, Role, Tensor
@@ -95,5 +95,10 @@ def _took_ns(graph: Graph, memory: RankMemory, segments: Iterable[int], kind: Op
     return int(graph.column("duration")[ops].sum())
 
 
+def parameters_of(graph: Graph, unit: str) -> list[TensorInfo]:
+    """The gradients of a unit's parameters: ``conv1.weight`` (torch, MXNet), ``conv1/kernel`` (Keras)."""
+    return [tensor for tensor in graph.tensors if tensor.name.startswith((f"{unit}.", f"{unit}/"))]
+
+
 def _parameter_bytes(graph: Graph, unit: str) -> int:
-    return sum(tensor.nbytes for tensor in graph.tensors if tensor.name.startswith(f"{unit}."))
+    return sum(tensor.nbytes for tensor in parameters_of(graph, unit))

@@ -335,7 +335,8 @@ class JointFusion:
             for op in ops:
                 self._drop_copy(state, op, heir)
             self._set_own(state, heir, tuple(sorted((*state.own(heir), *ops))))
-        # what they read may be read by nobody now
+        # what they read may be written for nobody now, or read by nobody
+        state.stale.update(state.home[a] for op in gone for a, _ in self.step.reads[op])
         self._clean_all(state, sorted({a for op in gone for a, _ in self.step.reads[op]}))
 
     def _drop_copy(self, state: Fusion, op: int, group: int) -> None:

@@ -26,16 +26,20 @@ def shared_ns(time_ns: int, share: float) -> int:
     return round(time_ns * share) + LAUNCH_NS
 
 
-def replicate(model: ModelGraph, replicas: int, batch: float = 1.0) -> Tasks:
+def replicate(model: ModelGraph, replicas: int, batch: float = 1.0, *, by_layer: bool = False) -> Tasks:
     """``replicas`` copies of the forward and backward pass, each with its part of ``batch`` times the model's batch.
+
+    Args:
+        by_layer: with one copy, a layer's backward op stays with its forward op, and neither is cut: what a framework
+            can be told that places layers.
 
     ``tasks.info["replica"]``: the copy that each task belongs to, -1 for variables, sums and updates.
 
     Raises:
         ValueError: no replica, or no batch.
     """
-    if replicas < 1 or batch <= 0:
-        raise ValueError("at least one replica, and some of the batch")
+    if replicas < 1 or batch <= 0 or (by_layer and replicas > 1):
+        raise ValueError("at least one replica, just one by layer, and some of the batch")
     share = batch / replicas
     build = TasksBuilder()
     replica: list[int] = []
@@ -43,6 +47,8 @@ def replicate(model: ModelGraph, replicas: int, batch: float = 1.0) -> Tasks:
     for number, op in enumerate(model.ops):
         one = op.role in (Role.VARIABLE, Role.UPDATE)
         owner = number if op.role is Role.VARIABLE else op.partner if op.role is Role.UPDATE else -1
+        if by_layer and not one:
+            owner = op.partner if op.partner >= 0 else number
         made = []
         for k in range(1 if one else replicas):
             name = op.name if one or replicas == 1 else f"{op.name}@{k}"

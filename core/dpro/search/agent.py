@@ -10,6 +10,7 @@ network (12 x 8 heads, Transformer-XL) needs hours on GPUs; this one is for CPUs
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,9 @@ def learn(space: Space, seed: int, learning: Learning) -> Choice:
     except ImportError as error:
         raise DproError("the learned agent needs torch and torch_geometric: pip install 'dpro[gnn]'") from error
     threads = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[]):
+    with contextlib.ExitStack() as done:
+        done.enter_context(torch.random.fork_rng(devices=[]))
+        done.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)  # tensors are small: threads would only wait for one another
         torch.manual_seed(seed)
         rng = random.Random(seed)
@@ -116,7 +119,6 @@ def learn(space: Space, seed: int, learning: Learning) -> Choice:
             stale = 0 if space.evaluations > before else stale + 1
             average = rewards[0] if not turn else (average + float(np.mean(rewards))) / 2
             agent.learn(chosen, np.array(rewards) - average)
-        torch.set_num_threads(threads)
     assert space.best is not None
     return space.best
 

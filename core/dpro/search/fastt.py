@@ -77,15 +77,24 @@ class Result:
     tried: dict[str, float | None] = field(default_factory=dict)
 
 
-def fastt(model: ModelGraph, cluster: Cluster, *, batch: float = 1.0, replicas: int | None = None) -> Result:
+def fastt(
+    model: ModelGraph,
+    cluster: Cluster,
+    *,
+    batch: float = 1.0,
+    replicas: int | None = None,
+    by_layer: bool = False,
+) -> Result:
     """The best plan found for a step of ``model`` with ``batch`` times its batch.
 
     Args:
         replicas: copies of the model that share the batch; None: one for each device.
+        by_layer: only what a framework can be told that places layers; takes ``replicas=1``.
     """
     begin = time.perf_counter()
     count = replicas or len(cluster)
-    tasks, whole = replicate(model, count, batch), replicate(model, 1, batch)
+    whole = replicate(model, 1, batch, by_layer=by_layer)
+    tasks = whole if by_layer else replicate(model, count, batch)
     starts = start_plans(tasks, whole, cluster)
     plans = starts + search_plans(tasks, cluster, starts)
     if count > 1 and not any(plan.judged.fits for plan in plans):
@@ -197,7 +206,7 @@ def _best(plans: list[Plan], cluster: Cluster, begin: float) -> Result:
     devices = [device.name for device in cluster.devices]
     played = best.judged.played.start[: len(best.tasks)]
     urgent = positions(np.argsort(played, kind="stable")) if best.priority is None else best.priority
-    names = _apart(best.tasks.names)
+    names = apart(best.tasks.names)
     return Result(
         best.strategy, best.makespan_ns, {name: tried[name] for name in BASELINES if name in tried},
         {name: devices[d] for name, d in zip(names, best.device.tolist(), strict=True)},
@@ -206,7 +215,7 @@ def _best(plans: list[Plan], cluster: Cluster, begin: float) -> Result:
     )  # fmt: skip
 
 
-def _apart(names: list[str]) -> list[str]:
+def apart(names: list[str]) -> list[str]:
     """Names, with the task's number where several have the same."""
     count = Counter(names)
     return [name if count[name] == 1 else f"{name}#{task}" for task, name in enumerate(names)]

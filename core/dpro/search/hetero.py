@@ -55,7 +55,7 @@ class Outcome:
     @property
     def reward(self) -> float:
         """``-sqrt(T)``, T in s; ten times that where memory does not do."""
-        return -float(np.sqrt(self.makespan_ns / 1e9)) * (OOM_FACTOR if self.over_bytes else 1.0)
+        return -float(np.sqrt(max(self.makespan_ns, 1) / 1e9)) * (OOM_FACTOR if self.over_bytes else 1.0)
 
 
 @dataclass
@@ -98,7 +98,7 @@ def proportional(cluster: Cluster, model: ModelGraph) -> tuple[int, ...]:
     """
     times = cluster.times_ns([op.type for op in model.ops], np.array([op.time_ns for op in model.ops], dtype=np.int64))
     spent = times.sum(axis=0).astype(float)
-    speed = spent.max() / np.maximum(spent, 1.0)
+    speed = max(spent.max(), 1.0) / np.maximum(spent, 1.0)
     best, counts = np.inf, np.ones(len(cluster), dtype=np.int64)
     for scale in np.arange(1.0, _MOST_REPLICAS_A_DEVICE + 0.01, 0.5):
         n = np.clip(np.floor(scale * speed + 0.5), 1, _MOST_REPLICAS_A_DEVICE).astype(np.int64)

@@ -5,7 +5,7 @@ Knows who can be asked and how to say what they found; decides nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,19 +60,19 @@ def ask(
     batch: float = 1.0,
     seed: int = 0,
     seconds: float = SECONDS,
-    replicas: int | None = None,
+    by_layer: bool = False,
 ) -> Answer:
     """What ``strategy``, one of :data:`STRATEGIES`, makes of a step of ``model`` with ``batch`` times its batch.
 
     Args:
         seconds: for searches that end when their time is up.
-        replicas: copies that FastT may place; None: one for each device.
+        by_layer: FastT places the layers of one copy, as a running job can be told to; else copies on every device.
 
     Raises:
         DproError: no such strategy, or one device where it takes several.
     """
     if strategy == FASTT:
-        return _fastt(model, cluster, batch, replicas)
+        return _fastt(model, cluster, batch, by_layer)
     if strategy == HETEROG:
         return _heterog(model, cluster, batch, seed, seconds)
     if strategy == DISCO:
@@ -80,10 +80,10 @@ def ask(
     raise DproError(f"no strategy {strategy!r}: there are {', '.join(STRATEGIES)}")
 
 
-def _fastt(model: ModelGraph, cluster: Cluster, batch: float, replicas: int | None) -> Answer:
+def _fastt(model: ModelGraph, cluster: Cluster, batch: float, by_layer: bool) -> Answer:
     from dpro.search.fastt import fastt
 
-    found = fastt(model, cluster, batch=batch, replicas=replicas)
+    found = fastt(model, cluster, batch=batch, replicas=1 if by_layer else None, by_layer=by_layer)
     judged = found.plan.judged
     splits = [{"op": cut.task, "dimension": str(cut.dimension), "parts": cut.parts} for cut in found.splits]
     return Answer(
@@ -93,16 +93,17 @@ def _fastt(model: ModelGraph, cluster: Cluster, batch: float, replicas: int | No
 
 
 def _heterog(model: ModelGraph, cluster: Cluster, batch: float, seed: int, seconds: float) -> Answer:
+    from dpro.search.fastt import apart
     from dpro.search.hetero import Budget
     from dpro.search.mcts import search
 
     found = search(model, cluster, batch=batch, budget=Budget(seconds=seconds), seed=seed)
     names = [device.name for device in cluster.devices]
-    placement = {}
-    for number, op in enumerate(model.ops):
-        form = found.strategy.forms[int(found.strategy.form[number])]
-        how = " by AllReduce" if found.strategy.all_reduce[number] else ""
-        placement[op.name] = f"{' + '.join(names[d] for d in form.devices)}{how}"
+    where: list[list[str]] = [[] for _ in model.ops]
+    for number, device in zip(found.tasks.origin.tolist(), found.device.tolist(), strict=True):
+        if number >= 0:
+            where[number].append(names[device])
+    placement = dict(zip(apart([op.name for op in model.ops]), map(" + ".join, where), strict=True))
     baselines = {
         name: None if outcome.over_bytes else outcome.makespan_ns / 1e6 for name, outcome in found.baselines.items()
     }
@@ -124,7 +125,11 @@ def _disco(model: ModelGraph, cluster: Cluster, batch: float, seed: int, seconds
 
     if len(cluster) < 2:
         raise DproError("DisCo fuses what several devices reduce: the cluster has one")
-    fusion = JointFusion(Step.of(model, batch / len(cluster)), estimator(), all_reduce_line(cluster))
+    # one worker stands for all: the slowest, which the others wait for
+    times = cluster.times_ns([op.type for op in model.ops], np.array([op.time_ns for op in model.ops], dtype=np.int64))
+    slow = [replace(op, time_ns=int(most)) for op, most in zip(model.ops, times.max(axis=1), strict=True)]
+    step = Step.of(replace(model, ops=slow), batch / len(cluster))
+    fusion = JointFusion(step, estimator(), all_reduce_line(cluster))
     found = search(fusion, Settings(seed=seed, time_budget_s=seconds))
     graph = fusion.lower(found.state, named=True)
     baselines: dict[str, float | None] = {name: ns / 1e6 for name, ns in found.defaults_ns.items()}

@@ -18,7 +18,7 @@ from dpro.errors import TraceError
 from dpro.trace.model_graph import MAX_OP_MS, MAX_OPS, ModelGraph, ModelOp, Role, Tensor, in_order, stem
 
 _OPTIMIZER = re.compile(r"\w*Optimizer_(.+)")
-_TYPE = re.compile(r"[A-Za-z]+\d?[A-Za-z]*")
+_TYPE = re.compile(r"[A-Za-z]+(?:\d[A-Za-z]+)?")
 _MAX_BYTES = 1e15
 
 

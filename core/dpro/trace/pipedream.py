@@ -103,8 +103,12 @@ def _training(
         nbytes = round(layers[keys[i]][1]["activation_size"])
         users = [forward[j] for j in after[i]] + [backward[j] for j in (i, *after[i]) if j in backward]
         tensors.append(Tensor(forward[i], nbytes, tuple(users)))
+    before: list[list[int]] = [[] for _ in keys]
+    for j in order:
+        for i in after[j]:
+            before[i].append(j)
     for i in backward:  # the gradient of what a layer took in, to the layers that it came from
-        for j in (j for j in order if i in after[j] and j in backward):
+        for j in (j for j in before[i] if j in backward):
             tensors.append(Tensor(backward[i], round(layers[keys[j]][1]["activation_size"]), (backward[j],)))
     said.append(f"{path.name} has layers only: {len(backward)} backward ops, joined to the forward ones, were added")
     said.append("updates take no time")
