@@ -31,7 +31,7 @@ _KINDS = tuple(
 #: Bytes below which an op's time says nothing of them.
 _LARGE = 20e3
 #: Trees are averaged over so many random halves of samples and features: a forest of forests, less noise.
-_MODELS = 3
+_MODELS = 6
 
 
 class Trees:
@@ -71,8 +71,8 @@ class Trees:
         threads = ThreadpoolController()  # so few rows: threads would only wait for each other
         for k in range(_MODELS):
             model = HistGradientBoostingRegressor(
-                loss="absolute_error" if k % 2 else "squared_error", max_iter=200, learning_rate=0.07,
-                max_leaf_nodes=24, min_samples_leaf=8, l2_regularization=1.0, max_features=0.5, random_state=seed + k,
+                loss="absolute_error" if k % 2 else "squared_error", max_iter=400, learning_rate=0.05,
+                max_leaf_nodes=48, min_samples_leaf=8, l2_regularization=1.0, max_features=0.3, random_state=seed + k,
             )  # fmt: skip
             with threads.limit(limits=1):
                 models.append(model.fit(rows, wanted))
