@@ -166,5 +166,5 @@ def _say(found: Answer, model: ModelGraph, cluster: Cluster, json: bool) -> None
         shown = [" + ".join(group) for group in groups if len(group) > 1][:_SHOWN]
         if shown:
             out.print(f"{kind}: {table.plain('; '.join(shown))}", style="dim", soft_wrap=True)
-    out.print(f"{found.evaluations} plans replayed in {found.seconds:.1f} s; --json has the placement", style="dim")
+    out.print(f"{found.evaluations} plans looked at in {found.seconds:.1f} s; --json has the placement", style="dim")
     print_warnings(model.said)

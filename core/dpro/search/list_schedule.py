@@ -164,15 +164,15 @@ def resident_bytes(tasks: Tasks) -> Ints:
     return need
 
 
-def heft(problem: Problem, *, how: How = "mean", contention: bool = False, room: float = 1.0) -> Schedule:
-    """By upward rank, each where it ends first. ``how``: HEFT's own weights are means."""
-    rank = upward_rank(problem.order, problem.weights(how))
+def heft(problem: Problem, *, contention: bool = False, room: float = 1.0) -> Schedule:
+    """By upward rank, each where it ends first. Weights are means."""
+    rank = upward_rank(problem.order, problem.weights("mean"))
     return problem.schedule(by_rank(problem.order, rank), contention=contention, room=room)
 
 
-def cpop(problem: Problem, *, how: How = "mean", contention: bool = False, room: float = 1.0) -> Schedule:
+def cpop(problem: Problem, *, contention: bool = False, room: float = 1.0) -> Schedule:
     """What is ready by upward plus downward rank; the critical path on the one device that is through with it first."""
-    used = problem.weights(how)
+    used = problem.weights("mean")
     rank = upward_rank(problem.order, used) + downward_rank(problem.order, used)
     value, longest = rank.tolist(), int(rank.max(initial=0))
     path = _longest_way(problem.order, value, longest)
@@ -206,12 +206,11 @@ def _longest_way(order: Order, value: list[int], longest: int) -> list[int]:
 
 def dpos(
     problem: Problem, *, contention: bool = False, literal_ties: bool = False, room: float = 1.0,
-    groups: dict[int, int] | None = None, pin_path: bool = True,
+    pin_path: bool = True,
 ) -> Schedule:  # fmt: skip
     """FastT's Algorithm 1: by upward rank, the critical path on d_CP, all else where it ends first.
 
     Args:
-        groups: task -> device for what is settled already, with all that is together with it; goes before d_CP.
         pin_path: False: the critical path is placed like all else, which is HEFT with FastT's weights.
         literal_ties: equal finish times go to the lowest device, as the listing has it.
     """
@@ -220,7 +219,7 @@ def dpos(
     avoid = () if literal_ties else sorted(set(pins.values()))
     return problem.schedule(
         by_rank(problem.order, problem.rank),
-        pinned=problem.pinned({**pins, **(groups or {})}), avoid=avoid, contention=contention, room=room,
+        pinned=problem.pinned(pins), avoid=avoid, contention=contention, room=room,
     )  # fmt: skip
 
 

@@ -146,8 +146,8 @@ def positions(tasks: Sequence[int] | Ints) -> Ints:
     return place
 
 
-def rank_order(tasks: Tasks, cluster: Cluster, device: Ints | None = None, how: How = "max") -> Ints:
+def rank_order(tasks: Tasks, cluster: Cluster, device: Ints | None = None) -> Ints:
     """[n] a priority for each task by its upward rank, as it is placed (``device``) or may be."""
     order = topological(tasks)
-    used = weights(tasks, cluster, how) if device is None else placed_weights(tasks, cluster, device)
+    used = weights(tasks, cluster) if device is None else placed_weights(tasks, cluster, device)
     return positions(by_rank(order, upward_rank(order, used)))
