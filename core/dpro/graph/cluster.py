@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpro.errors import TraceError
+from dpro.trace.model_graph import ModelOp
 
 DEFAULT = "default"
 SHARED_LINK = "link/between"
@@ -117,6 +118,10 @@ class Cluster:
         speed, number = self._speeds_of(types)
         times: npt.NDArray[np.int64] = np.rint(time_ns[:, None] / speed[number]).astype(np.int64)
         return times
+
+    def op_times_ns(self, ops: Sequence[ModelOp]) -> npt.NDArray[np.int64]:
+        """[ops, devices]: as :meth:`times_ns`, of a model's ops."""
+        return self.times_ns([op.type for op in ops], np.array([op.time_ns for op in ops], dtype=np.int64))
 
     def time_on_ns(
         self, types: Sequence[str], time_ns: npt.NDArray[np.int64], device: npt.NDArray[np.int64]

@@ -68,7 +68,7 @@ def search(
 def features(space: Space) -> tuple[npt.NDArray[np.float32], Ints]:
     """[ops, features], standardised: times on each device, bytes in, out and kept, role; [2, edges] both ways."""
     model = space.model
-    times = space.cluster.times_ns([op.type for op in model.ops], np.array([op.time_ns for op in model.ops], np.int64))
+    times = space.cluster.op_times_ns(model.ops)
     went, came = np.zeros((2, len(model.ops)))
     edges = []
     for tensor in model.tensors:

@@ -77,22 +77,15 @@ class Result:
     tried: dict[str, float | None] = field(default_factory=dict)
 
 
-def fastt(
-    model: ModelGraph,
-    cluster: Cluster,
-    *,
-    batch: float = 1.0,
-    replicas: int | None = None,
-    by_layer: bool = False,
-) -> Result:
+def fastt(model: ModelGraph, cluster: Cluster, *, batch: float = 1.0, by_layer: bool = False) -> Result:
     """The best plan found for a step of ``model`` with ``batch`` times its batch.
 
     Args:
-        replicas: copies of the model that share the batch; None: one for each device.
-        by_layer: only what a framework can be told that places layers; takes ``replicas=1``.
+        by_layer: only what a framework can be told that places layers, of one copy; else a copy for each device shares
+            the batch.
     """
     begin = time.perf_counter()
-    count = replicas or len(cluster)
+    count = 1 if by_layer else len(cluster)
     whole = replicate(model, 1, batch, by_layer=by_layer)
     tasks = whole if by_layer else replicate(model, count, batch)
     starts = start_plans(tasks, whole, cluster)

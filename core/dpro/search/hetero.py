@@ -96,7 +96,7 @@ def proportional(cluster: Cluster, model: ModelGraph) -> tuple[int, ...]:
 
     Speeds are those for the model's own mix of ops.
     """
-    times = cluster.times_ns([op.type for op in model.ops], np.array([op.time_ns for op in model.ops], dtype=np.int64))
+    times = cluster.op_times_ns(model.ops)
     spent = times.sum(axis=0).astype(float)
     speed = max(spent.max(), 1.0) / np.maximum(spent, 1.0)
     best, counts = np.inf, np.ones(len(cluster), dtype=np.int64)

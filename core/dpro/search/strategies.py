@@ -83,7 +83,7 @@ def ask(
 def _fastt(model: ModelGraph, cluster: Cluster, batch: float, by_layer: bool) -> Answer:
     from dpro.search.fastt import fastt
 
-    found = fastt(model, cluster, batch=batch, replicas=1 if by_layer else None, by_layer=by_layer)
+    found = fastt(model, cluster, batch=batch, by_layer=by_layer)
     judged = found.plan.judged
     splits = [{"op": cut.task, "dimension": str(cut.dimension), "parts": cut.parts} for cut in found.splits]
     return Answer(
@@ -126,7 +126,7 @@ def _disco(model: ModelGraph, cluster: Cluster, batch: float, seed: int, seconds
     if len(cluster) < 2:
         raise DproError("DisCo fuses what several devices reduce: the cluster has one")
     # one worker stands for all: the slowest, which the others wait for
-    times = cluster.times_ns([op.type for op in model.ops], np.array([op.time_ns for op in model.ops], dtype=np.int64))
+    times = cluster.op_times_ns(model.ops)
     slow = [replace(op, time_ns=int(most)) for op, most in zip(model.ops, times.max(axis=1), strict=True)]
     step = Step.of(replace(model, ops=slow), batch / len(cluster))
     fusion = JointFusion(step, estimator(), all_reduce_line(cluster))
