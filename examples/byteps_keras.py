@@ -1,6 +1,7 @@
 """Keras with BytePS, tuned: on every worker ``bpslaunch python examples/byteps_keras.py``.
 
-(From a clone, without a GPU: ``python -m benchmarks.testbed --byteps -- python examples/byteps_keras.py``.)
+(From a clone, without a GPU, after ``make backends``: ``python -m benchmarks.testbed run --byteps
+.venv-backends/bin/python -- .venv-backends/bin/python examples/byteps_keras.py``.)
 """
 
 import byteps.tensorflow.keras as bps

@@ -1,6 +1,7 @@
-"""A Gluon job with BytePS, tuned: on every worker ``DPRO_PLAN=plan.json bpslaunch python examples/byteps_mxnet.py``.
+"""A Gluon job with BytePS, tuned: on every worker ``bpslaunch python examples/byteps_mxnet.py``.
 
-(From a clone, without a GPU: ``python -m benchmarks.testbed --byteps -- python examples/byteps_mxnet.py``.)
+(From a clone, without a GPU, after ``make backends``: ``python -m benchmarks.testbed run --byteps
+.venv-backends/bin/python -- .venv-backends/bin/python examples/byteps_mxnet.py``.)
 """
 
 import byteps.mxnet as bps

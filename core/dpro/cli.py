@@ -1,4 +1,4 @@
-"""The ``dpro`` command: replay, align, optimize, whatif, export, report, diff, doctor.
+"""The ``dpro`` command: replay, align, optimize, place, whatif, export, report, diff, doctor.
 
 Turns words into calls of the floors below and their answers into a table or one JSON document;
 computes nothing itself. Everything heavy is imported inside the command that needs it. Exit codes:

@@ -11,7 +11,7 @@ from dpro.errors import DproError
 
 Mode = Literal["observe", "suggest", "apply"]
 MODES: tuple[str, ...] = get_args(Mode)
-_OTHER_VARIABLES = {"DPRO_DEBUG", "DPRO_BUILD_JOBS"}
+_OTHER_VARIABLES = {"DPRO_DEBUG", "DPRO_BUILD_JOBS", "DPRO_CACHE"}
 _ON = ("1", "on", "true", "yes")
 _OFF = ("", "0", "off", "false", "no")
 

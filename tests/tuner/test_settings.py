@@ -13,6 +13,11 @@ def test_defaults_apply_and_the_environment_may_be_empty() -> None:
     assert Settings().mode == "apply"
 
 
+@pytest.mark.parametrize("name", ["DPRO_DEBUG", "DPRO_BUILD_JOBS", "DPRO_CACHE"])  # of other tools of the project
+def test_variables_that_are_no_settings_stop_no_job(name: str) -> None:
+    assert Settings.from_env({name: "1"}) == Settings()
+
+
 @pytest.mark.parametrize("word", ["1", "on", "true", "yes", "YES", "apply"])
 def test_on_words_mean_the_default_mode(word: str) -> None:
     assert Settings.from_env({"DPRO": word}).mode == "apply"
