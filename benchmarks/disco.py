@@ -1,14 +1,15 @@
 """DisCo (TPDS 2022) on this machine: what says how long a fused op takes, and what searching fusions is worth.
 
 ``estimators``: kernels timed by :mod:`benchmarks.fused_kernels`, in four folds of models; each kernel is judged by
-estimators fitted to the models of the other folds. ``search``: a worker's step of public graphs, the file's batch
-shared out among :data:`WORKERS` (strong scaling), AllReduces over a ring of :data:`GB_PER_S`. What a fused op takes
-there is :class:`~dpro.cost.fused.SavedTraffic`: it needs only op times and bytes, which the graphs have; its shares are
-fitted to the kernels timed here, the launch is the one timed here but never more than what cutting the batch is charged
-with. ``sweep``: alpha and beta, means over seeds. ``scale``: 1,000 evaluations of a step of 2,000 ops.
+estimators fitted to the models of the other folds. ``limits``: the default one where a kernel's own model is known, and
+where fewer are. ``search``: a worker's step of public graphs, the file's batch shared out among :data:`WORKERS` (strong
+scaling), AllReduces over a ring of :data:`GB_PER_S`. What a fused op takes there is
+:class:`~dpro.cost.fused.SavedTraffic`: it needs only op times and bytes, which the graphs have; its shares are fitted
+to the kernels timed here, the launch is the one timed here but never more than what cutting the batch is charged with.
+``sweep``: alpha and beta, means over seeds. ``scale``: 1,000 evaluations of a step of 2,000 ops.
 
 ``python -m benchmarks.disco --json [--only search sweep] [--seconds 600]`` prints ``{place, constants, estimators,
-search, sweep, scale}``. Kernels are timed when none are kept (``--seconds``), on one core.
+limits, search, sweep, scale}``. Kernels are timed when none are kept (``--seconds``).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ SEARCHED = {
 SWEPT = ("vgg16", "resnet50", "bert-3 operators")
 WORKERS, GB_PER_S = 8, 10.0
 ALPHAS, BETAS = (1.0, 1.01, 1.05, 1.1), (1, 5, 10, 30)
-PARTS = ("estimators", "search", "sweep", "scale")
+PARTS = ("estimators", "limits", "search", "sweep", "scale")
 
 
 def kernels(seconds: float) -> tuple[list[Sample], dict[str, Any]]:
@@ -109,6 +110,30 @@ def estimators(samples: Sequence[Sample], kept: dict[str, Any], gnn_s: float) ->
             "constants": said, "seconds": round(time.monotonic() - began, 1),
         }  # fmt: skip
     yield _error_row("the same kernel, timed again", fused_kernels.timed_again(kept)) | {"trained_on": "itself"}
+
+
+def limits(samples: Sequence[Sample], launch_ns: float) -> Iterator[dict[str, Any]]:
+    """Rows of the trees: other kernels of the same models known; a third of the models or of the kernels known."""
+    from benchmarks.fused_models import FOLDS
+
+    rng = np.random.default_rng(0)
+    of_model = np.array([s.model for s in samples])
+    models = rng.permutation(sorted(set(of_model)))
+    every = np.ones(len(samples), dtype=bool)
+    by_model = [np.isin(of_model, list(fold)) for fold in FOLDS]
+    fold_of = rng.permutation(len(samples)) % len(FOLDS)
+    by_kernel = [fold_of == k for k in range(len(FOLDS))]
+    for name, apart, usable in (
+        ("kernels held out, not models", by_kernel, every),
+        ("a third of the other models", by_model, np.isin(of_model, models[::3])),
+        ("a third of their kernels", by_model, rng.random(len(samples)) < 1 / 3),
+    ):
+        off = []
+        for held_out in apart:
+            known = usable & ~held_out
+            trees = Trees.fit([s for s, is_known in zip(samples, known, strict=True) if is_known], launch_ns)
+            off.append(errors(trees, [s for s, is_held in zip(samples, held_out, strict=True) if is_held]))
+        yield _error_row(f"{Trees.name}: {name}", np.concatenate(off))
 
 
 def _constants(estimator: Estimator) -> dict[str, float]:
@@ -231,6 +256,8 @@ def main() -> None:
     say(f"  {out['timed']}\n  {out['constants']}")
     if "estimators" in arguments.only:
         out["estimators"] = list(estimators(samples, kept, arguments.gnn_seconds))
+    if "limits" in arguments.only:
+        out["limits"] = list(limits(samples, kept["launch_ns"]))
     if "search" in arguments.only:
         out["search"] = list(searches(fused, arguments.search_seconds))
     if "sweep" in arguments.only:

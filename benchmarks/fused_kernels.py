@@ -3,24 +3,27 @@
 The training steps of :mod:`benchmarks.fused_models` are taken apart into XLA's ops (jaxpr equations). As in DisCo (TPDS
 2022, section 5.2) a sample is an op, fused with a predecessor again and again; XLA compiles just these ops, for one
 core without its thread pool, and without the library (YNNPACK) that TensorFlow 2.15's XLA does not have. All kernels
-and all their ops are called in rounds, each for a window of half a millisecond, so that those of one are spread over
-minutes; its time is the core's own, one that few windows were shorter than (:meth:`Timed.ns`). How far a kernel is off
-in every other round from what it is in the rest, relative to its ops, is what no estimator can know. No sample is
+and all their ops are called in turn, each for a window of a third of a millisecond, again and again, so that those of
+one are spread over minutes; a window counts where a yardstick before and after it says that the core is as fast as
+ever. Its time is the core's own, one that few windows were shorter than (:meth:`Timed.ns`). How far a kernel is off in
+every other window from what it is in the rest, relative to its ops, is what no estimator can know. No sample is
 measured of two models.
 
-``python -m benchmarks.fused_kernels --json [--seconds 600]`` prints ``{kernels, ops, rounds, launch_ns,
-rounds_within_14pct, models, seconds}`` and keeps the samples in the user's cache folder, for ``benchmarks.disco``.
+``python -m benchmarks.fused_kernels --json [--seconds 600]`` prints ``{kernels, ops, windows, launch_ns,
+windows_within_14pct, models, seconds}`` and keeps the samples in the user's cache folder, for ``benchmarks.disco``.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import gc
+import itertools
 import json
+import multiprocessing
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.fused_timing import Arrays, Timed, Yardstick, launch
 from dpro.cost.fused import WITHIN, Floats, Kernel, Sample
 
 CACHE = Path.home() / ".cache" / "dpro" / "fused_kernels.json"
@@ -41,11 +45,11 @@ ENV = {
 MOST_OPS = 24
 #: Of a model: what is compiled takes some 8 of the 65,530 mappings that Linux allows a process.
 _MOST_KERNELS = 250
-#: Of the time, for compiling; the rest is for rounds, in which each is called for a window.
-_COMPILING = 0.8
-_LEAST_ROUNDS, _WINDOW_NS = 6, 5e5
-#: Of a thing's windows, the share that may have been shorter than its time.
-_QUIET = 0.2
+#: They share the models, compile at once and time at once, each on a core.
+_PROCESSES = 2
+#: Of the time, for compiling; the rest is for windows.
+_COMPILING = 0.7
+_LEAST_WINDOWS = 4
 _ODD, _EVEN = slice(0, None, 2), slice(1, None, 2)
 #: Never in a sample: not ops of a fused kernel in any compiler.
 _NEVER = ("conv_general", "reduce_window", "select_and_scatter", "custom_", "while", "scan", "pjit")
@@ -192,49 +196,6 @@ def _leads_back(steps: Steps, op: int, inside: set[int]) -> bool:
     return False
 
 
-def _cpu_ns(call: Callable[[], Any], times: int) -> float:
-    """Of the thread, so that whoever takes the core in between is not counted; all runs on it."""
-    began = time.thread_time_ns()
-    for _ in range(times):
-        call()
-    return (time.thread_time_ns() - began) / times
-
-
-@dataclass
-class Timed:
-    """Something that is called again and again; ``taken``: ns a call, by window."""
-
-    call: Callable[[], Any]
-    taken: list[float] = field(default_factory=list)
-
-    def window(self) -> None:
-        self.call()  # what it reads is in the cache, as when it is called often
-        first = _cpu_ns(self.call, 1)
-        self.taken.append(_cpu_ns(self.call, max(1, min(40, int(_WINDOW_NS / max(first, 1.0))))))
-
-    def ns(self, part: slice = slice(None)) -> float:
-        """Of the windows, one that few were shorter than: a neighbour makes calls longer, never shorter."""
-        return float(np.quantile(self.taken[part], _QUIET))
-
-
-class Arrays:
-    """Random numbers; the same arrays for all that read a shape, in the order in which they read it."""
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        self._rng = rng
-        self._made: dict[tuple[Any, int], Any] = {}
-
-    def of(self, shapes: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
-        out, count = [], Counter[Any]()
-        for shape, dtype in shapes:
-            key = (shape, dtype.str), count[shape, dtype.str]
-            if key not in self._made:
-                self._made[key] = _random(shape, dtype, self._rng)
-            out.append(self._made[key])
-            count[shape, dtype.str] += 1
-        return out
-
-
 def compiled(steps: Steps, ops: Sequence[int], exported: set[int], arrays: Arrays) -> Timed:
     """XLA's kernel of ``ops``."""
     import jax
@@ -262,14 +223,6 @@ def compiled(steps: Steps, ops: Sequence[int], exported: set[int], arrays: Array
     return Timed(call)
 
 
-def _random(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> Any:
-    import jax.numpy as jnp
-
-    if dtype.kind == "f":
-        return jnp.asarray(rng.uniform(0.1, 1.0, shape).astype(dtype))
-    return jnp.asarray(rng.integers(0, 2, shape).astype(dtype))
-
-
 def kernel_of(steps: Steps, ops: Sequence[int], exported: set[int], alone_ns: Sequence[float]) -> Kernel:
     """What an estimator is told of a sample."""
     at = {op: i for i, op in enumerate(ops)}
@@ -294,64 +247,115 @@ def kernel_of(steps: Steps, ops: Sequence[int], exported: set[int], alone_ns: Se
     )  # fmt: skip
 
 
-def measure(seconds: float, seed: int = 0) -> dict[str, Any]:
-    """Samples of all models, of each as many as are compiled in the same time; see the module text."""
+@dataclass
+class Found:
+    """A kernel that was compiled, of ``ops`` of a model; ``alone``: each of them; ``text``: see :func:`_text`."""
+
+    steps: Steps
+    ops: tuple[int, ...]
+    exported: set[int]
+    text: str
+    alone: list[Timed]
+    whole: Timed
+
+    def least_windows(self) -> int:
+        return min(len(one.taken) for one in (self.whole, *self.alone))
+
+    def row(self) -> dict[str, Any]:
+        kernel = kernel_of(self.steps, self.ops, self.exported, [one.ns() for one in self.alone])
+        odd, even = (self.whole.ns(half) / sum(one.ns(half) for one in self.alone) for half in (_ODD, _EVEN))
+        return {"model": self.steps.model, "took_ns": self.whole.ns(), "again": even / odd, **_row(kernel)}
+
+
+class Compiler:
+    """Compiles kernels and, once for each name and shapes, the ops in them."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._arrays = Arrays(self._rng)
+        self._seen: set[str] = set()
+        self.alone: dict[str, Timed] = {}
+        self.found: list[Found] = []
+
+    def sample(self, steps: Steps, until: float) -> None:
+        """Kernels of a model, until then."""
+        end = len(self.found) + _MOST_KERNELS
+        misses = 0
+        while time.monotonic() < until and misses < 300 and len(self.found) < end:
+            picked = sampled(steps, self._rng)
+            text = "" if picked is None else _text(steps, *picked)
+            if picked is None or text in self._seen:
+                misses += 1
+                continue
+            misses = 0
+            self._seen.add(text)
+            alone = [self._op(steps, op) for op in picked[0]]
+            self.found.append(Found(steps, *picked, text, alone, compiled(steps, *picked, self._arrays)))
+
+    def _op(self, steps: Steps, op: int) -> Timed:
+        key = steps.ops[op].name + steps.ops[op].shapes
+        if key not in self.alone:
+            self.alone[key] = compiled(steps, [op], {op}, self._arrays)
+        return self.alone[key]
+
+
+def measure(seconds: float) -> dict[str, Any]:
+    """Samples of all models, taken and timed by several processes, each on a core; see the module text."""
+    context = multiprocessing.get_context("spawn")
+    cores = sorted(os.sched_getaffinity(0))
+    count = min(_PROCESSES, len(cores))
+    barrier = context.Barrier(count)
+    with concurrent.futures.ProcessPoolExecutor(count, context, _enter, (barrier,)) as pool:
+        parts = [one.result() for one in [pool.submit(_part, seconds, k, cores[:count]) for k in range(count)]]
+    rows: dict[str, Any] = {}
+    for text, row in itertools.chain.from_iterable(part["rows"] for part in parts):
+        rows.setdefault(text, row)
+    return {
+        "launch_ns": min(part["launch_ns"] for part in parts), "seconds": max(part["seconds"] for part in parts),
+        "windows": min(part["windows"] for part in parts), "ops": sum(part["ops"] for part in parts),
+        "samples": list(rows.values()),
+    }  # fmt: skip
+
+
+def _enter(barrier: Any) -> None:
+    global _all_compiled
+    _all_compiled = barrier
+
+
+_all_compiled: Any = None
+
+
+def _part(seconds: float, part: int, cores: Sequence[int]) -> dict[str, Any]:
+    """What one of the processes does."""
+    began = time.monotonic()
+    os.sched_setaffinity(0, {cores[part]})
     import jax
 
     from benchmarks.fused_models import FOLDS
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    rng = np.random.default_rng(seed)
-    arrays = Arrays(rng)
-    models = [taken_apart(name, make) for fold in FOLDS for name, make in fold.items()]
-    began = time.monotonic()
-    seen: set[str] = set()
-    alone: dict[str, Timed] = {}
-    found: list[tuple[Steps, tuple[int, ...], set[int], list[str], Timed]] = []
-    for k, steps in enumerate(models):
-        until = began + _COMPILING * seconds * (k + 1) / len(models)
-        count = misses = 0
-        while time.monotonic() < until and misses < 300 and count < _MOST_KERNELS:
-            picked = sampled(steps, rng)
-            text = "" if picked is None else _text(steps, *picked)
-            if picked is None or text in seen:
-                misses += 1
-                continue
-            misses = 0
-            seen.add(text)
-            keys = [steps.ops[op].name + steps.ops[op].shapes for op in picked[0]]
-            for op, key in zip(picked[0], keys, strict=True):
-                if key not in alone:
-                    alone[key] = compiled(steps, [op], {op}, arrays)
-            found.append((steps, *picked, keys, compiled(steps, *picked, arrays)))
-            count += 1
-        print(f"  {steps.model}: {count} kernels, {len(alone)} ops so far", file=sys.stderr, flush=True)
+    compiler = Compiler(part)
+    models = [pair for fold in FOLDS for pair in fold.items()][part :: len(cores)]
+    for k, (name, make) in enumerate(models):
+        compiler.sample(taken_apart(name, make), began + _COMPILING * seconds * (k + 1) / len(models))
+        print(f"  {name}: {len(compiler.found)} kernels so far", file=sys.stderr, flush=True)
+    gc.collect()
     gc.freeze()  # so many objects of the compiler's: looking through them would fall into windows
-    launch = Timed(_launch())
-    timed = [launch, *alone.values(), *(whole for *_, whole in found)]
-    rounds = 0
-    while rounds < _LEAST_ROUNDS or time.monotonic() < began + seconds:
-        for one in timed:
-            one.window()
-        rounds += 1
-    rows = []
-    for steps, ops, exported, keys, whole in found:
-        kernel = kernel_of(steps, ops, exported, [alone[key].ns() for key in keys])
-        odd, even = (whole.ns(half) / sum(alone[key].ns(half) for key in keys) for half in (_ODD, _EVEN))
-        rows.append({"model": steps.model, "took_ns": whole.ns(), "again": even / odd, **_row(kernel)})
+    empty = Timed(launch())
+    circle = itertools.cycle([empty, *compiler.alone.values(), *(one.whole for one in compiler.found)])
+    yard = Yardstick()
+    left = began + seconds - time.monotonic()
+    _all_compiled.wait(seconds)
+    until = time.monotonic() + left
+    while next(circle).window(yard, until):
+        pass
+    enough = [one for one in compiler.found if one.least_windows() >= _LEAST_WINDOWS]
+    if not enough or len(empty.taken) < _LEAST_WINDOWS:
+        raise SystemExit(f"the cores were never free for long enough in {left:.0f} s: try again, or for longer")
     return {
-        "launch_ns": launch.ns(), "seconds": time.monotonic() - began, "rounds": rounds, "ops": len(alone),
-        "samples": rows,
+        "launch_ns": empty.ns(), "seconds": time.monotonic() - began, "ops": len(compiler.alone),
+        "windows": min(one.least_windows() for one in enough), "rows": [(one.text, one.row()) for one in enough],
     }  # fmt: skip
-
-
-def _launch() -> Callable[[], Any]:
-    import jax
-    import jax.numpy as jnp
-
-    one = jnp.float32(1)
-    function = jax.jit(lambda x: x + 1)
-    return lambda: jax.block_until_ready(function(one))
 
 
 def _text(steps: Steps, ops: tuple[int, ...], exported: set[int]) -> str:
@@ -391,7 +395,7 @@ def load(path: Path = CACHE) -> tuple[list[Sample], dict[str, Any]]:
 
 
 def timed_again(kept: dict[str, Any]) -> Floats:
-    """How far each kernel, relative to its ops, is off in every other round from what it is in the rest."""
+    """How far each kernel, relative to its ops, is off in every other window from what it is in the rest."""
     off: Floats = np.abs(np.array(kept["again"]) - 1)
     return off
 
@@ -401,8 +405,8 @@ def said(samples: Sequence[Sample], kept: dict[str, Any]) -> dict[str, Any]:
     same = timed_again(kept) <= WITHIN
     models = sorted({s.model for s in samples})
     return {
-        "kernels": len(samples), "ops": kept["ops"], "rounds": kept["rounds"], "launch_ns": round(kept["launch_ns"]),
-        "rounds_within_14pct": round(float(same.mean()), 4),
+        "kernels": len(samples), "ops": kept["ops"], "windows": kept["windows"], "launch_ns": round(kept["launch_ns"]),
+        "windows_within_14pct": round(float(same.mean()), 4),
         "models": {m: sum(s.model == m for s in samples) for m in models}, "seconds": round(kept["seconds"], 1),
     }  # fmt: skip
 
@@ -414,7 +418,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if any(os.environ.get(key) != value for key, value in ENV.items()):
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.fused_kernels", *sys.argv[1:]], os.environ | ENV)
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     kept = measure(arguments.seconds)
     CACHE.parent.mkdir(parents=True, exist_ok=True)
     CACHE.write_text(json.dumps(kept), encoding="utf-8")
