@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-#: Micro-batches per step that are timed, and how often each.
-PARTS, _TIMES = (2, 4, 8), 5
+#: Micro-batches per step that are timed; how often each, and how often at most while that takes less than so long.
+PARTS, _TIMES, _MOST_TIMES, _LONG_S = (2, 4, 8), 5, 25, 0.2
 #: Share of the largest gradient that rounding may make of a difference between a batch and its parts.
 _ROUNDING = 1e-4
 
@@ -140,8 +140,9 @@ def times(model: nn.Module) -> dict[int, int]:
         del rest
         # each part's time beside the whole's, in turns: what else the machine does, it does to both
         taken: dict[int, list[float]] = {parts: [] for parts in counts}
-        whole_ns = []
-        for _ in range(_TIMES):
+        whole_ns: list[int] = []
+        begin = time.perf_counter()
+        while len(whole_ns) < _TIMES or (len(whole_ns) < _MOST_TIMES and time.perf_counter() - begin < _LONG_S):
             whole_ns.append(_timed(partial(gradients, batch)))
             for parts in counts:
                 part_ns = _timed(partial(gradients, part_of(batch, 0, parts)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import torch
@@ -13,20 +14,21 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.frameworks.torch_ddp.jobs import WIDTH, decide, group
 
 RATE = 0.05
-#: How often the slow rank does the work of a layer.
-SLOW = 6
+#: What the first layer takes for a sample, by rank, besides its arithmetic. Ranks sleep, once per pass, so that what
+#: else runs on the machine does not make them equals.
+SAMPLE_S = (0.7e-3, 4.2e-3)
 
 
 class Slow(nn.Module):
-    """A linear layer whose rank 1 takes longer for each sample."""
+    """A linear layer that takes ``sample_s`` longer for each sample."""
 
-    def __init__(self, rank: int, width: int) -> None:
+    def __init__(self, width: int, sample_s: float) -> None:
         super().__init__()
-        self.linear, self.times = nn.Linear(width, width), SLOW if rank == 1 else 1
+        self.linear, self.sample_s = nn.Linear(width, width), sample_s
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times - 1):
-            self.linear(x)
+        if self.sample_s:
+            time.sleep(len(x) * self.sample_s)
         out: Tensor = self.linear(x)
         return out.tanh()
 
@@ -59,7 +61,8 @@ def slow_rank(norm: bool = False) -> dict[str, Any]:
 def net(rank: int, width: int = WIDTH, layers: int = 3, norm: bool = False) -> nn.Sequential:
     torch.manual_seed(1)
     more = [nn.BatchNorm1d(width)] if norm else []
-    return nn.Sequential(*(Slow(rank, width) for _ in range(layers)), *more, nn.Linear(width, 1))
+    layers_s = [SAMPLE_S[rank]] + [0.0] * (layers - 1)
+    return nn.Sequential(*(Slow(width, sample_s) for sample_s in layers_s), *more, nn.Linear(width, 1))
 
 
 def loss_of(model: nn.Module, data: Any) -> Tensor:
@@ -99,6 +102,9 @@ def alone(model: nn.Module, batch: int, width: int, epochs: list[int]) -> list[f
     """What one device's weights are after so many steps of each epoch with whole batches."""
     from dpro_integrations.torch_shares import SharedBatchSampler
 
+    for module in model.modules():
+        if isinstance(module, Slow):
+            module.sample_s = 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for steps in epochs:
         sampler = SharedBatchSampler(64 * 8, batch, seed=7, rank=0, world_size=1)
