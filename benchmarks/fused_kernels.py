@@ -384,6 +384,7 @@ def load(path: Path = CACHE) -> tuple[list[Sample], dict[str, Any]]:
         OSError, ValueError, KeyError: there are none.
     """
     kept = json.loads(path.read_text(encoding="utf-8"))
+    kept["windows"]  # older ones were not timed in windows
     kinds = {"source": np.int64, "target": np.int64, "exported": np.bool_}
     out = []
     for row in kept.pop("samples"):
